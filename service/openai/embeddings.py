@@ -140,9 +140,8 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
             "a body of this content type is not taken", hint="send Content-Type: application/json"
         )
     value = load_json(raw.data)
-    rest = orjson.dumps(
-        {name: each for name, each in value.items() if name != "input"} if type(value) is dict else None
-    )
+    fields = value if isinstance(value, dict) else {}
+    rest = orjson.dumps({name: each for name, each in fields.items() if name != "input"})
     key = rest, settings.max_reply_bytes
     if (asked := _asked.get(key)) is not None:
         given = validate(InputBody, {name: each for name, each in fields.items() if name == "input"}).input
