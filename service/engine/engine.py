@@ -120,21 +120,29 @@ class Engine:
         """Plan a request without running it: the result of ``describe``, in a thread, for its jobs; LayertapError."""
         self.begin(request, sent, ticket)
         handle = await self.get_handle(request.model, ticket)
-        tried = _Tried(sent)
-
-        async def prepare(asked: ExtractRequest) -> T:
-            planned, items = await self._plan_and_fetch(asked, tried, handle, ticket)
-            if items:
-                jobs = await self._make_jobs(planned, items, sent.faults, ticket)
-            else:
-                jobs = [make_job(planned, {}, sent.faults, ticket)]
-            return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
-
+        make = partial(self._describe_jobs, faults=sent.faults, ticket=ticket, describe=describe)
         try:
             ticket.enter_queue(handle, len(sent.items))
-            return await _ask_again(request, prepare)
+            return await self._with_plan(request, _Tried(sent), handle, ticket, make)
         finally:
             ticket.leave_queue()
+
+    async def _describe_jobs(
+        self,
+        planned: PlannedRequest,
+        items: Items,
+        asked: ExtractRequest,
+        *,
+        faults: Faults,
+        ticket: Ticket,
+        describe: Callable[[list[Job]], T],
+    ) -> T:
+        del asked
+        if items:
+            jobs = await self._make_jobs(planned, items, faults, ticket)
+        else:
+            jobs = [make_job(planned, {}, faults, ticket)]
+        return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
 
     async def run_jobs(self, jobs: list[Job], handle: ModelHandle, ticket: Ticket) -> list[Answer]:
         """Run planned jobs in the model's queue, and return each with its results."""
@@ -225,32 +233,45 @@ class Engine:
                 tried.items = refuse_picture(sent.local_items, error)
             except OtherCallsError:
                 request = replace(request, apart=True)
+            except LayertapError as error:
+                request = request.leave_out(error)
+        run = partial(self._decode_and_run, faults=sent.faults, ticket=ticket)
+        return await self._with_plan(request, tried, handle, ticket, run)
 
-        async def answer(asked: ExtractRequest) -> list[Answer]:
-            planned, items = await self._plan_and_fetch(asked, tried, handle, ticket)
-            return await self._decode_and_run(planned, items, sent.faults, ticket, asked)
+    async def _with_plan(
+        self,
+        request: ExtractRequest,
+        tried: _Tried,
+        handle: ModelHandle,
+        ticket: Ticket,
+        use: Callable[[PlannedRequest, Items, ExtractRequest], Awaitable[T]],
+    ) -> T:
+        """The result of ``use`` for a request's plan and its items; the ticket then holds the plan's rows and bytes.
 
-        return await _ask_again(request, answer)
-
-    async def _plan_and_fetch(
-        self, request: ExtractRequest, tried: _Tried, handle: ModelHandle, ticket: Ticket
-    ) -> tuple[PlannedRequest, Items]:
-        """A request's plan and its items; the ticket then holds the plan's rows and bytes."""
-        planned = await self.planner.plan(request, tried.sent, handle, ticket.deadline)
-        ticket.timings.facts.rows = max(ticket.timings.facts.rows, planned.rows)
-        ticket.resize(planned.rows)  # before decoding and surveys
-        if tried.items is None:
-            sent = complete_texts(planned.request, tried.sent, handle.model)
-            tried.items = sent.local_items
-            if sent.has_urls:
-                inputs, rows = planned.inputs, planned.rows
-                tried.items = await fetch_inputs(planned.request, sent, inputs, rows, self.fetcher, ticket)
-        ticket.reserve_bytes(planned.nbytes - tried.nbytes)
-        tried.nbytes = planned.nbytes
-        return planned, tried.items
+        Planned and used again without the tensors of globs that an error names.
+        """
+        left = MAX_LEFT_OUT
+        while True:
+            try:
+                planned = await self.planner.plan(request, tried.sent, handle, ticket.deadline)
+                ticket.timings.facts.rows = max(ticket.timings.facts.rows, planned.rows)
+                ticket.resize(planned.rows)  # before decoding and surveys
+                if tried.items is None:
+                    sent = complete_texts(planned.request, tried.sent, handle.model)
+                    tried.items = sent.local_items
+                    if len(tried.items) < len(sent.items):
+                        inputs, rows = planned.inputs, planned.rows
+                        tried.items = await fetch_inputs(request, sent, inputs, rows, self.fetcher, ticket)
+                ticket.reserve_bytes(planned.nbytes - tried.nbytes)
+                tried.nbytes = planned.nbytes
+                return await use(planned, tried.items, request)
+            except LayertapError as error:
+                if not left:
+                    raise
+                request, left = request.leave_out(error), left - 1
 
     async def _decode_and_run(
-        self, planned: PlannedRequest, items: Items, faults: Faults, ticket: Ticket, asked: ExtractRequest
+        self, planned: PlannedRequest, items: Items, asked: ExtractRequest, faults: Faults, ticket: Ticket
     ) -> list[Answer]:
         """Decode items, run their rows, and return the jobs with their results."""
         pictures = list_pictures(items)
@@ -268,12 +289,16 @@ class Engine:
         except OtherCallsError:
             if any(job.plan_again for job in jobs):
                 raise
-        return await self._decode_and_run(planned.with_inputs_apart(), items, faults, ticket, asked)
+        return await self._decode_and_run(planned.with_inputs_apart(), items, asked, faults, ticket)
 
     async def _run(self, jobs: list[Job], deadline: float) -> list[Answer]:
         """Run jobs, in stages if some take tensors of others, and return each with its results."""
-        if not any(job.plan.extra for job in jobs):
-            if any(job.plan.calls for job in jobs):
+        staged = followed = False
+        for job in jobs:
+            plan = job.prepared.spec.plan
+            staged, followed = staged or bool(plan.extra), followed or bool(plan.calls)
+        if not staged:
+            if followed:
                 return await self._follow_all(jobs)
             return list(zip(jobs, await self.manager.scheduler.run(jobs), strict=True))
         answers: dict[int | None, Answer] = {}  # by input index
@@ -326,16 +351,6 @@ class _Tried:
     sent: SentInputs
     items: Items | None = None
     nbytes: int = 0
-
-
-async def _ask_again(request: ExtractRequest, ask: Callable[[ExtractRequest], Awaitable[T]]) -> T:
-    """The result of ``ask``, retried without the tensors of globs that an error names."""
-    for _ in range(MAX_LEFT_OUT):
-        try:
-            return await ask(request)
-        except LayertapError as error:
-            request = request.leave_out(error)
-    return await ask(request)
 
 
 def _warn_of_embedding(request: ExtractRequest, model: ModelInfo) -> tuple[str, ...]:

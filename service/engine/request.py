@@ -52,7 +52,7 @@ class SentInputs:
     @property
     def has_urls(self) -> bool:
         """Whether some items are URLs."""
-        return any(isinstance(item, UrlItem) for _, item in self.items)
+        return len(self.local_items) < len(self.items)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
