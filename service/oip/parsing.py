@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
+import orjson
+
 from layertap.models.errors import LayertapError, RequestError, SelectorError, escape, find_nearest, suggest
+from layertap.models.lru_cache import LRUCache
 from layertap.models.selection.hook_points import Selector
 from layertap.service.engine.limits import check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import BadRequestError
 from layertap.service.http.body import load_json
-from layertap.service.http.parsing import RawRequest
+from layertap.service.http.parsing import MAX_KEPT, MAX_KEPT_BYTES, RawRequest
 from layertap.service.http.query import join_parts
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.oip.encoding import BINARY, HEADER, JSON
@@ -31,23 +34,30 @@ OF_REQUEST = frozenset(
 
 
 @dataclass(frozen=True)
-class InferRequest:
-    """An extraction, and the other values that the protocol's reply needs.
+class AskedOutputs:
+    """What a body asks for: an extraction, and values that the protocol's reply needs.
 
     ``binary``: by an output's name, whether it is sent after the JSON; ``binary_default``: for all others.
     """
 
     extract: ExtractRequest
-    sent: SentInputs
-    id: str
     binary: Mapping[str, bool]
     binary_default: bool
     timeout_s: float | None
 
+
+@dataclass(frozen=True)
+class InferRequest:
+    """What a request asks, what it sent, and its id."""
+
+    asked: AskedOutputs
+    sent: SentInputs
+    id: str
+
     @property
     def model(self) -> str | None:
         """The model's name."""
-        return self.extract.model
+        return self.asked.extract.model
 
     def locate(self, error: LayertapError) -> LayertapError:
         """An error with faults by rows; not for arrays, which are one input of many rows that errors do not number."""
@@ -56,10 +66,25 @@ class InferRequest:
         return error
 
 
+_asked: LRUCache[Hashable, AskedOutputs] = LRUCache(MAX_KEPT)  # clients ask the same over and over
+
+
 def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest:
     """Parse a request; takes long, so it belongs in a thread. BadRequestError, RequestError, TooLargeError."""
     length = _get_json_length(raw)
-    body = validate(InferBody, load_json(raw.data[:length]))
+    value = load_json(raw.data[:length])
+    body = validate(InferBody, value)
+    rest = orjson.dumps({name: each for name, each in value.items() if name not in ("id", "inputs")})
+    key = model, rest, settings.max_reply_bytes, settings.max_results
+    if (asked := _asked.get(key)) is None:
+        asked = _read_body(body, settings, model)
+        if len(rest) <= MAX_KEPT_BYTES:
+            _asked.put(key, asked)
+    return InferRequest(asked, SentInputs(read_items(body.inputs, memoryview(raw.data)[length:], settings)), body.id)
+
+
+def _read_body(body: InferBody, settings: Settings, model: str) -> AskedOutputs:
+    """What a body asks for; RequestError, TooLargeError."""
     own, others = body.parameters, body.parameters.model_extra or {}
     for name in others.keys() - OF_REQUEST:
         hint = suggest(find_nearest(name, sorted(OF_REQUEST))) or f"use {', '.join(sorted(OF_REQUEST))}"
@@ -77,13 +102,9 @@ def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest
         "embedding": replace(embedding, alias=EMBEDDING) if embedding is not None else None,
         "priority": "interactive" if own.priority <= HIGHEST_PRIORITY else "bulk",
     }
-    extract = ExtractRequest(
-        reply=ReplyOptions(BINARY if all_binary else JSON, max_bytes=settings.max_reply_bytes),
-        **asked,
-    )
-    sent = SentInputs(read_items(body.inputs, memoryview(raw.data)[length:], settings))
+    reply = ReplyOptions(BINARY if all_binary else JSON, max_bytes=settings.max_reply_bytes)
     timeout_s = own.timeout / 1e6 if own.timeout else None
-    return InferRequest(extract, sent, body.id, binary, own.binary_data_output, timeout_s)
+    return AskedOutputs(ExtractRequest(reply=reply, **asked), binary, own.binary_data_output, timeout_s)
 
 
 def _get_json_length(raw: RawRequest) -> int:

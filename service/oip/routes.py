@@ -46,14 +46,14 @@ router = APIRouter(prefix="/v2", include_in_schema=False, dependencies=[Depends(
 async def infer(request: Request, engine: EngineDependency, name: str) -> Response:
     """Compute the requested layers for a request's inputs."""
     parse = partial(parse_infer, model=name)
-    async with receive(request, engine, parse, FORMATS, lambda infer: infer.timeout_s) as (parsed, ticket):
+    async with receive(request, engine, parse, FORMATS, lambda infer: infer.asked.timeout_s) as (parsed, ticket):
         try:
-            features = await engine.extract(parsed.extract, parsed.sent, ticket)
+            features = await engine.extract(parsed.asked.extract, parsed.sent, ticket)
         except LayertapError as error:
             raise parsed.locate(error) from None
         headers = describe_features(features)
         with ticket.timings.step("encode"):
-            encode = partial(encode_reply, features, parsed.id, parsed.binary, parsed.binary_default)
+            encode = partial(encode_reply, features, parsed.id, parsed.asked.binary, parsed.asked.binary_default)
             head, behind = encode() if is_short(features) else await engine.run_in_thread(encode, ticket.deadline)
         if behind:
             headers[HEADER] = str(sum(map(len, head)))
