@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from fastapi import Request
-from starlette.datastructures import Headers
 
 from layertap.models.errors import escape
 from layertap.service.errors import ForbiddenError, KeyMissingError
@@ -15,8 +15,9 @@ from layertap.service.settings import LOOPBACK, Settings, split_key
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready"})
 READS = ("GET", "HEAD")
-CROSS_SITE = "cross-site"  # a browser says so: it sends no key, but reaches what this machine alone does
-BLANKS = " \t"  # around a field's value they are none of it
+CROSS_SITE = b"cross-site"  # a browser says so: it sends no key, but reaches what this machine alone does
+BLANKS = b" \t"  # around a field's value they are none of it
+MAX_HOSTS = 64  # that are remembered
 HINT = "send 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
 
 
@@ -26,6 +27,9 @@ class Caller:
 
     admin: bool
     key: str = ""
+
+
+ADMIN, ANYONE = Caller(admin=True), Caller(admin=False)
 
 
 class Keyring:
@@ -38,9 +42,12 @@ class Keyring:
         # A key that is in both lists is an administrator's.
         callers = _list_callers(settings.api_keys, "key", False) | _list_callers(settings.admin_keys, "admin", True)
         self._callers = [(key.encode(), caller) for key, caller in callers.items()]
+        self._own_hosts: set[bytes] = set()  # values of the header that name this server
 
-    def authorize(self, method: str, path: str, headers: Headers) -> Caller:
-        """Who the caller is.
+    def authorize(
+        self, method: str, path: str, head: Mapping[bytes, bytes], headers: Iterable[tuple[bytes, bytes]]
+    ) -> Caller:
+        """Who the caller is; ``head`` has the first value of each header.
 
         KeyMissingError where a key is asked for and none that is known is given. Without any configured key the server
         is reachable from this machine only, and whoever reaches it may do everything, but for pages of other sites that
@@ -49,36 +56,46 @@ class Keyring:
         is_open = path in OPEN_PATHS or (path in self._pages and method in READS)
         if not self._callers:
             if not is_open:
-                self._check_page(headers)
-            return Caller(admin=True)
+                self._check_page(head, headers)
+            return ADMIN
         if is_open:
-            return Caller(admin=False)
-        key = _read_key(headers)
+            return ANYONE
+        key = _read_key(head)
         if key is None:
             raise KeyMissingError("this server asks for an API key", hint=HINT)
         # Compare all keys, each in constant time, so that timing reveals nothing about them.
-        sent = key.encode("latin-1")  # the bytes as they came
-        found = [caller for known, caller in self._callers if hmac.compare_digest(known, sent)]
+        found = [caller for known, caller in self._callers if hmac.compare_digest(known, key)]
         if not found:
             raise KeyMissingError("this API key is not known", hint=HINT)
         return found[0]
 
-    def _check_page(self, headers: Headers) -> None:
+    def _check_page(self, head: Mapping[bytes, bytes], headers: Iterable[tuple[bytes, bytes]]) -> None:
         """ForbiddenError for what a page of another site asks, also one whose name now leads here (DNS rebinding)."""
-        for host in headers.getlist("host"):  # browsers always send one
-            if _parse_host(f"//{host}") not in self._hosts:
-                detail = f"{escape(host)} is no name of this server"
-                raise ForbiddenError(detail, hint="set LAYERTAP_ALLOWED_HOSTS, or LAYERTAP_API_KEYS")
-        origin = headers.get("origin")
+        for name, value in headers:
+            if name == b"host" and value not in self._own_hosts:  # browsers always send one
+                self._check_host(value)
+        if b"origin" in head or b"sec-fetch-site" in head:
+            self._check_origin(head)
+
+    def _check_host(self, value: bytes) -> None:
+        host = value.decode("latin-1")
+        if _parse_host(f"//{host}") not in self._hosts:
+            detail = f"{escape(host)} is no name of this server"
+            raise ForbiddenError(detail, hint="set LAYERTAP_ALLOWED_HOSTS, or LAYERTAP_API_KEYS")
+        if len(self._own_hosts) < MAX_HOSTS:  # each has another port, or letters of another size
+            self._own_hosts.add(value)
+
+    def _check_origin(self, head: Mapping[bytes, bytes]) -> None:
+        origin = head[b"origin"].decode("latin-1") if b"origin" in head else None
         foreign = origin is not None and _parse_host(origin) not in self._hosts
-        if origin not in self._origins and (foreign or headers.get("sec-fetch-site") == CROSS_SITE):
+        if origin not in self._origins and (foreign or head.get(b"sec-fetch-site") == CROSS_SITE):
             hint = "name the page's origin in LAYERTAP_CORS_ORIGINS"
             raise ForbiddenError("a page of another site may not use this server", hint=hint)
 
 
 async def require_admin(request: Request) -> None:
     """A dependency of routes: ForbiddenError unless the caller is an administrator."""
-    if not request.scope["state"]["admin"]:
+    if not request.scope["state"]["exchange"].admin:
         raise ForbiddenError("this key may not load or unload models", hint="use a key from LAYERTAP_ADMIN_KEYS")
 
 
@@ -88,11 +105,11 @@ def _list_callers(texts: tuple[str, ...], prefix: str, admin: bool) -> dict[str,
     return {key: Caller(admin, name or f"{prefix}-{place}") for place, (key, name) in enumerate(keys, 1)}
 
 
-def _read_key(headers: Headers) -> str | None:
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and token.strip(BLANKS):
+def _read_key(head: Mapping[bytes, bytes]) -> bytes | None:
+    scheme, _, token = head.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer" and token.strip(BLANKS):
         return token.strip(BLANKS)
-    key = headers.get("x-api-key")
+    key = head.get(b"x-api-key")
     return None if key is None else key.strip(BLANKS)
 
 
