@@ -70,6 +70,7 @@ FAMILIES = {
     "crossing_total": Family("Models whose rows were found to affect each other.", MODEL),
 }
 GAUGES = {  # with their labels
+    "connections": ("Connections that are open.", ()),
     "queue_rows": ("Rows that wait for a forward.", ()),
     "queue_bytes": ("Bytes that requests hold: bodies, rows, expected replies.", ()),
     "running_rows": ("Rows in decoding or in a forward.", ()),
@@ -103,7 +104,7 @@ class Metrics(Collector):
         self._counters: dict[str, dict[Labels, float]] = {}
         self._histograms: dict[str, dict[Labels, list[float]]] = {}
         self._connections = 0
-        self._read_gauges: Callable[[], Snapshot] | None = None
+        self._read_gauges: Callable[[], Snapshot] = dict
         self._models: set[str | int] = set()
         for name, family in FAMILIES.items():
             (self._histograms if family.buckets else self._counters)[name] = {}
@@ -112,7 +113,10 @@ class Metrics(Collector):
 
     def count(self, name: str, *labels: str | int, by: float = 1) -> None:
         """Add to a counter."""
-        self._count((name, labels, by))
+        series = self._counters[name]
+        if labels not in series:
+            self._add(name, labels)
+        series[labels] += by
 
     def observe(self, name: str, label: str, value: float) -> None:
         """Add a value to a histogram."""
@@ -120,13 +124,9 @@ class Metrics(Collector):
 
     def observe_request(self, route: str, timings: Timings) -> None:
         """Record a request that has ended; ``route`` is a template or ``OTHER``."""
-        facts = timings.facts
-        of_route = (route,)
-        self._count(
-            ("requests_total", (route, facts.status), 1),
-            ("request_bytes_total", of_route, facts.request_bytes),
-            ("reply_bytes_total", of_route, facts.reply_bytes),
-        )
+        self.count("requests_total", route, timings.facts.status)
+        self.count("request_bytes_total", route, by=timings.facts.request_bytes)
+        self.count("reply_bytes_total", route, by=timings.facts.reply_bytes)
         values = [("request_seconds", route, timings.ended - timings.begun)]
         for step, milliseconds in timings.steps.items():
             values.append(("step_seconds", step, milliseconds / 1000))
@@ -139,7 +139,7 @@ class Metrics(Collector):
 
         ``depth``: share of the full forward's cost that was run, 0 to 1; ``why``: why these requests shared a forward.
         """
-        self._count(("batches_total", (model, why), 1))
+        self.count("batches_total", model, why)
         self._observe(
             (
                 ("batch_rows", model, rows),
@@ -177,21 +177,12 @@ class Metrics(Collector):
             for labels, (*numbers, total) in self._histograms[name].copy().items():
                 histogram.add_metric([*map(str, labels)], [*zip(bounds, accumulate(numbers), strict=True)], total)
             yield histogram
-        yield GaugeMetricFamily("layertap_connections", "Connections that are open.", self._connections)
-        snapshot = self._read_gauges() if self._read_gauges is not None else {}
-        for name in snapshot:
+        for name, found in {"connections": self._connections, **self._read_gauges()}.items():
             documentation, names = GAUGES[name]
             gauge = GaugeMetricFamily(f"layertap_{name}", documentation, labels=names)
-            for key, value in (snapshot[name] if names else {(): snapshot[name]}).items():
+            for key, value in (found if names else {(): found}).items():
                 gauge.add_metric((key,) if isinstance(key, str) else key, value)
             yield gauge
-
-    def _count(self, *numbers: tuple[str, Labels, float]) -> None:
-        for name, labels, by in numbers:
-            series = self._counters[name]
-            if labels not in series:
-                self._add(name, labels)
-            series[labels] += by
 
     def _observe(self, values: Iterable[tuple[str, str, float]]) -> None:
         for name, label, value in values:
