@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from io import BytesIO
 from typing import Any, cast
 
@@ -51,8 +50,7 @@ async def read_body(exchange: Exchange, settings: Settings, reserve: Callable[[i
     size = 0
     loop, wait_s = asyncio.get_running_loop(), settings.body_timeout_s
     enough = missing = MIN_BYTES_PER_S * wait_s
-    make_error = partial(_make_timeout_error, wait_s)
-    timer = loop.call_later(wait_s, exchange.cancel, make_error)
+    timer = loop.call_later(wait_s, _give_up, exchange, wait_s)
     try:
         while True:
             message = await exchange.receive()
@@ -69,23 +67,20 @@ async def read_body(exchange: Exchange, settings: Settings, reserve: Callable[[i
                 return b"".join(chunks)  # a single one is not copied
             if missing <= 0:  # none of it counts twice: a fast start earns no time for a slow rest
                 timer.cancel()
-                timer, missing = loop.call_later(wait_s, exchange.cancel, make_error), enough
+                timer, missing = loop.call_later(wait_s, _give_up, exchange, wait_s), enough
     finally:
         timer.cancel()
 
 
-def _make_timeout_error(wait_s: float) -> BodyTimeoutError:
+def _give_up(exchange: Exchange, wait_s: float) -> None:
     hint = f"send it at {MIN_BYTES_PER_S // 1000} kB a second or more, or in several requests"
-    return BodyTimeoutError(f"too little of the body arrived within {wait_s:g} s", hint=hint)
+    exchange.cancel(BodyTimeoutError(f"too little of the body arrived within {wait_s:g} s", hint=hint))
 
 
 def is_packed(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Whether a body is packed; UnsupportedMediaError for another coding than gzip, or several."""
-    coding = b""
-    for name, value in headers:
-        if name == b"content-encoding":
-            coding += b"," + value
-    coding = coding.strip(b" \t,").lower()
+    codings = (value for name, value in headers if name == b"content-encoding")
+    coding = b",".join(codings).strip(b" \t,").lower()
     if coding not in (b"", b"identity", b"gzip", b"x-gzip"):
         hint = "pack it once, with Content-Encoding: gzip, or send it uncompressed"
         raise UnsupportedMediaError("a body of this Content-Encoding is not taken", hint=hint)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Protocol
 
 import zstandard
 from starlette.types import Message
 
+from layertap.service.engine.engine import Engine
 from layertap.service.formats.negotiation import parse_qualities
 
 MIN_BYTES = 1024  # what is shorter would hardly be fewer packets
 TEXT = (b"application/json", b"application/problem+json", b"application/javascript", b"image/svg+xml")
 EVENTS = "text/event-stream"  # each event is to be read when it is sent
 GZIP = 16 + zlib.MAX_WBITS  # for zlib: with the head that gzip has
-
-RunInThread = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 
 
 class _Compressor(Protocol):
@@ -54,10 +54,10 @@ def is_compressible(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 class CompressedReply:
     """A reply on its way; its head is held back until its first bytes, with which its length may be known."""
 
-    def __init__(self, coding: str, run_in_thread: RunInThread) -> None:
+    def __init__(self, coding: str, engine: Engine) -> None:
         self._coding = coding
         self._compressor = CODINGS[coding]()
-        self._run_in_thread = run_in_thread
+        self._engine = engine
         self._start: Message | None = None
 
     async def convert(self, message: Message) -> tuple[Message, ...]:
@@ -66,7 +66,8 @@ class CompressedReply:
             self._start = message
             return ()
         is_last = not message.get("more_body")
-        data = await self._run_in_thread(partial(_feed, self._compressor, message.get("body", b""), is_last))
+        feed = partial(_feed, self._compressor, message.get("body", b""), is_last)
+        data = await self._engine.run_in_thread(feed, time.monotonic() + self._engine.settings.deadline_s)
         message = {**message, "body": data}
         if (start := self._start) is None:
             return (message,)

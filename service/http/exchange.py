@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -15,7 +14,7 @@ from layertap.service.engine.engine import Engine
 from layertap.service.errors import ClientGoneError, ending_error
 from layertap.service.http.buffers_response import LARGE
 from layertap.service.http.compression import CompressedReply, choose_coding, is_compressible
-from layertap.service.http.problems import ProblemEncoder, describe_error
+from layertap.service.http.problems import ProblemEncoder, describe_error, encode_problem
 from layertap.service.http.timeout import Timeout
 from layertap.service.timings import RequestFacts, Timings
 
@@ -38,12 +37,13 @@ CONSTANT_HEADERS = (
 class Exchange:
     """A request and its reply; what the server keeps of them until the reply is sent.
 
-    ``head`` has the first value of each header by its name. ``timings`` is the request's account. ``ticket`` is given
-    back, and ``timeout`` explains errors of late requests, where ``receive`` has set them.
+    ``head`` has the first value of each of the ``headers``. ``timings`` and ``facts`` are the request's account. Where
+    ``receive`` has set them, ``ticket`` is given back, and ``timeout`` explains errors of late requests.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, engine: Engine) -> None:
-        self.head: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        self.headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self.head = dict(reversed(self.headers))
         request_id = self.head.get(b"x-request-id", b"")
         if not (0 < len(request_id) <= 64 and ID_CHARACTERS.issuperset(request_id)):
             request_id = os.urandom(16).hex().encode()
@@ -55,14 +55,15 @@ class Exchange:
         self.ticket: Ticket | None = None
         self.timeout: Timeout | None = None
         self.trace: RequestTrace | None = None
+        self.encode_problem: ProblemEncoder = encode_problem
         self._scope = scope
         self._receive = receive
         self._send = send
         self._more_body = True
         self._compressed: CompressedReply | None = None
-        self._task = asyncio.current_task()
+        self._task = cast("asyncio.Task[None]", asyncio.current_task())
         self._watcher: asyncio.Task[None] | None = None
-        self._make_error: Callable[[], LayertapError] | None = None  # why the task was cancelled here
+        self._error: LayertapError | None = None  # why the task was cancelled here
 
     async def receive(self) -> Message:
         """The next piece of the request; once there is none, the end of the connection, which takes its time."""
@@ -86,17 +87,17 @@ class Exchange:
             await self._send(piece)
             self.facts.reply_bytes += size if self.facts.method != "HEAD" else 0
 
-    async def send_error(self, error: Exception, encode_problem: ProblemEncoder) -> None:
+    async def send_error(self, error: Exception) -> None:
         """Reply with an error, unless a reply has begun."""
         self.explain(error)
-        response = encode_problem(describe_error(error, self.facts.request_id))
+        response = self.encode_problem(describe_error(error, self.facts.request_id))
         if not self.facts.status:
             await response(self._scope, self.receive, self.send)
 
     def explain(self, error: Exception) -> None:
         """Have the error of a late request say how much time there was."""
         if self.timeout is not None:
-            self.timeout.explain(error, self.engine.estimate_wait, self.facts.model or None)
+            self.timeout.explain(error, self.engine, self.facts.model or None)
 
     def watch_client(self) -> None:
         """Cancel the request once its client is gone: ClientGoneError then. A reply that begins ends this.
@@ -109,34 +110,29 @@ class Exchange:
         else:
             self._watcher = asyncio.ensure_future(self._wait_for_disconnect())
 
-    def cancel(self, make_error: Callable[[], LayertapError]) -> None:
+    def cancel(self, error: LayertapError) -> None:
         """Cancel the request, which ends with this error."""
-        self._make_error = make_error
-        if self._task is not None:
-            self._task.cancel()
+        self._error = error
+        self._task.cancel()
 
     def explain_cancel(self) -> Exception:
         """Why the request's task was cancelled; it goes on if that was by ``cancel`` alone."""
         # As asyncio.timeout does it: whoever else cancelled the task is heard.
-        if self._make_error is not None and self._task is not None and not self._task.uncancel():
-            return self._make_error()
+        if self._error is not None and not self._task.uncancel():
+            return self._error
         return ending_error()  # by a server that ends and waits no longer; uvicorn would log it as a failure
 
     def end(self) -> None:
         """Give back what the request holds: its reply is sent, or cannot be."""
-        if self._watcher is not None:
-            self._watcher.cancel()
+        del self._scope["state"]["exchange"]  # which has the scope: nothing waits for the garbage collector
+        self._stop_watching()
         if self.ticket is not None:
             self.ticket.release()
         self.timings.ended = time.perf_counter()
 
     def _begin_reply(self, message: Message) -> None:
         """Stop watching the client, and add the headers that are always there; nothing inside sets them."""
-        scope = self._scope
-        if self._watcher is not None:
-            self._watcher.cancel()
-        elif "on_disconnect" in scope["state"]:
-            scope["state"]["on_disconnect"] = None
+        self._stop_watching()
         self.facts.status = message["status"]
         self.timings.reply_begun = time.perf_counter()
         headers = message["headers"] = [
@@ -146,21 +142,24 @@ class Exchange:
         if self.trace is not None:
             headers.append((b"traceparent", self.trace.traceparent.encode()))
         # HTTP/1.0 has no way to send what has no known length.
-        if (accepted := self.head.get(b"accept-encoding")) and scope["http_version"] != "1.0":
+        if (accepted := self.head.get(b"accept-encoding")) and self._scope["http_version"] != "1.0":
             coding = choose_coding(accepted)
             if coding is not None and is_compressible(headers):
-                self._compressed = CompressedReply(coding, self._run_in_thread)
-
-    async def _run_in_thread(self, function: Callable[[], bytes]) -> bytes:
-        return await self.engine.run_in_thread(function, time.monotonic() + self.engine.settings.deadline_s)
+                self._compressed = CompressedReply(coding, self.engine)
 
     async def _wait_for_disconnect(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
         self._leave()
 
+    def _stop_watching(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        elif "on_disconnect" in self._scope["state"]:
+            self._scope["state"]["on_disconnect"] = None
+
     def _leave(self) -> None:
-        self.cancel(_client_gone_error)
+        self.cancel(ClientGoneError("the client closed the connection"))
 
 
 def make_context_headers(request_id: str, timing: str) -> list[tuple[bytes, bytes]]:
@@ -170,7 +169,3 @@ def make_context_headers(request_id: str, timing: str) -> list[tuple[bytes, byte
         (b"server-timing", timing.encode("latin-1")),
         *CONSTANT_HEADERS,
     ]
-
-
-def _client_gone_error() -> LayertapError:
-    return ClientGoneError("the client closed the connection")

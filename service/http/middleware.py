@@ -65,6 +65,7 @@ class RequestContextMiddleware:
         if self.engine.settings.root_path:
             scope = _strip_root_path(self.engine.settings.root_path, scope)
         exchange = Exchange(scope, receive, send, self.engine)
+        exchange.encode_problem = self.encoders.get(scope["path"][1:].partition("/")[0], encode_problem)
         # A server gives each request a dictionary of its own here, and may tell of the connection in it.
         scope.setdefault("state", {})["exchange"] = exchange
         if self.tracer is not None:
@@ -73,8 +74,7 @@ class RequestContextMiddleware:
         # Where it was HEAD, uvicorn, which has the scope as it was, leaves the reply's body out.
         app_scope = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
         try:
-            caller = self.keyring.authorize(scope["method"], scope["path"], exchange.head, scope["headers"])
-            exchange.admin, exchange.facts.key = caller.admin, caller.key
+            self.keyring.authorize(exchange)
             if scope["path"] in self.direct and scope["method"] == "POST":
                 route = scope["route"] = self.direct[scope["path"]]
                 response = await route.endpoint(Request(scope, exchange.receive, exchange.send))
@@ -84,13 +84,13 @@ class RequestContextMiddleware:
         except (LayertapError, *OF_FASTAPI) as error:
             if "route" not in app_scope and isinstance(error, KeyMissingError | ForbiddenError):
                 app_scope["route"] = _find_route(self.routes, app_scope)
-            await self._send_error(exchange, error)
+            await exchange.send_error(error)
         except asyncio.CancelledError:
-            await self._send_error(exchange, exchange.explain_cancel())
+            await exchange.send_error(exchange.explain_cancel())
         except Exception as error:
             message = "a model's forward raised" if isinstance(error, ForwardError) else "bug"
             log.exception(message, extra={"fields": {"request_id": exchange.facts.request_id}})
-            await self._send_error(exchange, error)
+            await exchange.send_error(error)
         finally:
             exchange.end()
             template = getattr(app_scope.get("route"), "path", OTHER)  # never the path, which callers choose
@@ -98,10 +98,6 @@ class RequestContextMiddleware:
             access_log.write(exchange.timings, self.engine.settings.slow_request_s)
             if exchange.trace is not None:
                 exchange.trace.end(exchange.timings, template)
-
-    async def _send_error(self, exchange: Exchange, error: Exception) -> None:
-        first_part = exchange.facts.path[1:].partition("/")[0]
-        await exchange.send_error(error, self.encoders.get(first_part, encode_problem))
 
 
 def _strip_root_path(root_path: str, scope: Scope) -> Scope:

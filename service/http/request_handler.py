@@ -51,9 +51,9 @@ FormatChooser = Callable[[bytes | None, Query], ReplyFormat]
 
 
 def make_chooser(formats: Mapping[str, ReplyFormat]) -> FormatChooser:
-    """Makes what chooses a reply's format by ``Accept`` and query; NotAcceptableError, RequestError.
+    """Makes what chooses a reply's format by ``Accept`` and query, and remembers what it chose.
 
-    It remembers what it chose: clients send the same over and over.
+    NotAcceptableError, RequestError.
     """
     types = {name: each.media_type for name, each in formats.items()}
 
@@ -61,11 +61,11 @@ def make_chooser(formats: Mapping[str, ReplyFormat]) -> FormatChooser:
         text = accept.decode("latin-1") if accept is not None else None
         return formats[negotiate(text, query.get_one("format"), types)]
 
-    remembered = lru_cache(maxsize=MAX_CACHED)(choose)
+    remember = lru_cache(maxsize=MAX_CACHED)(choose)
 
     def choose_format(accept: bytes | None, query: Query) -> ReplyFormat:
         is_short = query.is_cacheable and len(accept or b"") <= MAX_CACHED_BYTES
-        return remembered(accept, query) if is_short else choose(accept, query)
+        return (remember if is_short else choose)(accept, query)
 
     return choose_format
 
@@ -92,7 +92,7 @@ async def receive(
     head, timings = exchange.head, exchange.timings
     query = Query.parse(scope["query_string"])
     reply_format = choose_format(head.get(b"accept"), query)
-    packed = b"content-encoding" in head and is_packed(scope["headers"])
+    packed = b"content-encoding" in head and is_packed(exchange.headers)
     timeout = Timeout(head, settings)
     ticket = exchange.ticket = engine.admission.admit(timeout.deadline, timings)
     data = await read_body(exchange, settings, ticket.reserve_bytes)
@@ -107,7 +107,7 @@ async def receive(
             data = await engine.run_in_thread(unpack_all, timeout.deadline)
     content_type = head.get(b"content-type", b"").decode("latin-1")
     media_type = get_media_type(content_type)
-    raw = RawRequest(scope["headers"], content_type, media_type, query, data, reply_format)
+    raw = RawRequest(exchange.headers, content_type, media_type, query, data, reply_format)
     started = time.perf_counter()
     try:
         if _is_short(raw):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -38,19 +38,13 @@ class Timeout:
             self.deadline -= self._seconds - seconds
             self._seconds, self._source = seconds, "timeout"
 
-    def explain(
-        self,
-        error: Exception,
-        estimate_wait: Callable[[str | None], float],
-        model: str | None,
-        otherwise: str = SEND_FEWER,
-    ) -> None:
+    def explain(self, error: Exception, engine: Engine, model: str | None, otherwise: str = SEND_FEWER) -> None:
         """Have the error of a late request say whose limit it met, what helps, and when to come again.
 
         More time helps where the server allows it. What the error itself knows to help stays; so do other errors.
         """
         if isinstance(error, DeadlineError):
-            error.retry_after = estimate_wait(model)
+            error.retry_after = engine.estimate_wait(model)
         elif not isinstance(error, QueueTooLongError):
             return
         if self._seconds == self._limit:
@@ -91,7 +85,7 @@ async def limit_time(request: Request, engine: EngineDependency) -> AsyncIterato
     try:
         yield timeout.deadline
     except DeadlineError as error:
-        timeout.explain(error, engine.estimate_wait, request.path_params.get("name"), otherwise="come again later")
+        timeout.explain(error, engine, request.path_params.get("name"), otherwise="come again later")
         raise
 
 
