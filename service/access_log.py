@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 from layertap.models.errors import escape
 from layertap.service.timings import STEPS, Timings
@@ -19,25 +20,32 @@ MILLISECONDS = {step: f"{step}_ms" for step in ("receive", *STEPS, "send", "othe
 def write(timings: Timings, slow_s: float) -> None:
     """Write the line of a request that has ended; a warning if it took ``slow_s`` seconds or longer."""
     slow = timings.ended - timings.begun >= slow_s
-    level = logging.WARNING if slow else logging.INFO
+    level, message = (logging.WARNING, SLOW_REQUEST) if slow else (logging.INFO, REQUEST)
     if log.isEnabledFor(level):
-        log.log(level, SLOW_REQUEST if slow else REQUEST, extra={"fields": make_fields(timings)})
+        log.handle(log.makeRecord(log.name, level, "", 0, message, (), None, extra={"fields": make_fields(timings)}))
 
 
 def make_fields(timings: Timings) -> dict[str, object]:
-    """Names and values in their order: first what every line has, then what there is to say."""
-    facts, seconds = timings.facts, timings.ended - timings.begun
-    always: dict[str, object] = {
+    """Names and values in their order: first what every line has, then what there is to say.
+
+    Of each step the milliseconds; ``other``: of a request with steps, what belongs to none of them.
+    """
+    facts, milliseconds = timings.facts, (timings.ended - timings.begun) * 1000
+    fields: dict[str, object] = {
         "request_id": facts.request_id,
         "method": _cut(facts.method, MAX_METHOD),
         "path": _cut(facts.path, MAX_PATH),
         "status": facts.status,
-        "milliseconds": round(seconds * 1000, 2),
+        "milliseconds": round(milliseconds, 2),
     }
+    steps = {"receive": timings.receive_s * 1000, **timings.steps}
+    steps["send"] = (timings.ended - timings.reply_begun) * 1000 if facts.status else 0.0
+    if timings.steps:
+        steps["other"] = max(milliseconds - sum(steps.values()), 0.0)
     optional: dict[str, object] = {
         "client": facts.client,
         "key": facts.key,
-        "model": _cut(facts.model, MAX_NAME) if facts.model else "",
+        "model": _cut(facts.model, MAX_NAME),
         "layers": facts.layers,
         "selectors": facts.selectors,
         "rows": facts.rows,
@@ -46,16 +54,12 @@ def make_fields(timings: Timings) -> dict[str, object]:
         "reply_bytes": facts.reply_bytes,
         "trace_id": facts.trace_id,
     }
-    return always | {name: value for name, value in optional.items() if value} | _measure_steps(timings)
-
-
-def _measure_steps(timings: Timings) -> dict[str, float]:
-    """Milliseconds of each step; ``other``: of a request with steps, what belongs to none of them."""
-    send_s = timings.ended - timings.reply_begun if timings.facts.status else 0.0
-    steps = {"receive": timings.receive_s * 1000, **timings.steps, "send": send_s * 1000}
-    if timings.steps:
-        steps["other"] = max((timings.ended - timings.begun) * 1000 - sum(steps.values()), 0.0)
-    return {MILLISECONDS[step]: shown for step, spent in steps.items() if (shown := round(spent, 2))}
+    for step, spent in steps.items():
+        optional[MILLISECONDS[step]] = round(spent, 2)
+    for name, value in optional.items():
+        if value:
+            fields[name] = value
+    return fields
 
 
 def format_request(fields: Mapping[str, object]) -> str:
@@ -80,5 +84,6 @@ def _list_facts(fields: Mapping[str, object]) -> Iterator[str]:
         yield f"key {fields['key']}"
 
 
+@lru_cache(maxsize=64)
 def _cut(text: str, length: int) -> str:
     return escape(text, length)[1:-1]

@@ -118,10 +118,6 @@ class Metrics(Collector):
             self._add(name, labels)
         series[labels] += by
 
-    def observe(self, name: str, label: str, value: float) -> None:
-        """Add a value to a histogram."""
-        self._observe(((name, label, value),))
-
     def observe_request(self, route: str, timings: Timings) -> None:
         """Record a request that has ended; ``route`` is a template or ``OTHER``."""
         self.count("requests_total", route, timings.facts.status)
