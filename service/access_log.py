@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from functools import lru_cache
 
 from layertap.models.errors import escape
 from layertap.service.timings import STEPS, Timings
@@ -17,65 +17,49 @@ MAX_SHOWN = 4  # steps in a sentence
 MILLISECONDS = {step: f"{step}_ms" for step in ("receive", *STEPS, "send", "other")}
 
 
-@dataclass(frozen=True, kw_only=True)
-class AccessRecord:
-    """A request that has ended; ``status`` 0 where no reply was begun, times in seconds.
+def write(timings: Timings, slow_s: float) -> None:
+    """Write the line of a request that has ended; a warning if it took ``slow_s`` seconds or longer."""
+    slow = timings.ended - timings.begun >= slow_s
+    level, message = (logging.WARNING, SLOW_REQUEST) if slow else (logging.INFO, REQUEST)
+    if log.isEnabledFor(level):
+        log.handle(log.makeRecord(log.name, level, "", 0, message, (), None, extra={"fields": make_fields(timings)}))
 
-    ``client`` is the address that it came from, ``key`` the name of its API key. ``receive_s`` is what its body took to
-    arrive, ``send_s`` its reply to be taken. ``trace_id`` is of the trace that it is a part of, where one is written.
+
+def make_fields(timings: Timings) -> dict[str, object]:
+    """Names and values in their order: first what every line has, then what there is to say.
+
+    Of each step the milliseconds; ``other``: of a request with steps, what belongs to none of them.
     """
-
-    request_id: str
-    method: str
-    path: str
-    status: int
-    seconds: float
-    timings: Timings
-    client: str = ""
-    key: str = ""
-    request_bytes: int = 0
-    reply_bytes: int = 0
-    receive_s: float = 0.0
-    send_s: float = 0.0
-    trace_id: str = ""
-
-    def write(self, slow_s: float) -> None:
-        """One line; a warning, with what else took time, where it took ``slow_s`` seconds or longer."""
-        slow = self.seconds >= slow_s
-        level = logging.WARNING if slow else logging.INFO
-        if log.isEnabledFor(level):
-            log.log(level, SLOW_REQUEST if slow else REQUEST, extra={"fields": self.make_fields()})
-
-    def make_fields(self) -> dict[str, object]:
-        """Names and values in their order: first what every line has, then what there is to say."""
-        facts = self.timings.facts
-        always: dict[str, object] = {
-            "request_id": self.request_id,
-            "method": _cut(self.method, MAX_METHOD),
-            "path": _cut(self.path, MAX_PATH),
-            "status": self.status,
-            "milliseconds": round(self.seconds * 1000, 2),
-        }
-        optional: dict[str, object] = {
-            "client": self.client,
-            "key": self.key,
-            "model": _cut(facts.model, MAX_NAME) if facts.model else "",
-            "layers": facts.layers,
-            "selectors": facts.selectors,
-            "rows": facts.rows,
-            "batch_rows": facts.batch_rows,
-            "request_bytes": self.request_bytes,
-            "reply_bytes": self.reply_bytes,
-            "trace_id": self.trace_id,
-        }
-        return always | {name: value for name, value in optional.items() if value} | self._measure_steps()
-
-    def _measure_steps(self) -> dict[str, float]:
-        """Milliseconds of each step; ``other``: of a request with steps, what belongs to none of them."""
-        steps = {"receive": self.receive_s * 1000, **self.timings.steps, "send": self.send_s * 1000}
-        if self.timings.steps:
-            steps["other"] = max(self.seconds * 1000 - sum(steps.values()), 0.0)
-        return {MILLISECONDS[step]: shown for step, spent in steps.items() if (shown := round(spent, 2))}
+    facts, milliseconds = timings.facts, (timings.ended - timings.begun) * 1000
+    fields: dict[str, object] = {
+        "request_id": facts.request_id,
+        "method": _cut(facts.method, MAX_METHOD),
+        "path": _cut(facts.path, MAX_PATH),
+        "status": facts.status,
+        "milliseconds": round(milliseconds, 2),
+    }
+    steps = {"receive": timings.receive_s * 1000, **timings.steps}
+    steps["send"] = (timings.ended - timings.reply_begun) * 1000 if facts.status else 0.0
+    if timings.steps:
+        steps["other"] = max(milliseconds - sum(steps.values()), 0.0)
+    optional: dict[str, object] = {
+        "client": facts.client,
+        "key": facts.key,
+        "model": _cut(facts.model, MAX_NAME),
+        "layers": facts.layers,
+        "selectors": facts.selectors,
+        "rows": facts.rows,
+        "batch_rows": facts.batch_rows,
+        "request_bytes": facts.request_bytes,
+        "reply_bytes": facts.reply_bytes,
+        "trace_id": facts.trace_id,
+    }
+    for step, spent in steps.items():
+        optional[MILLISECONDS[step]] = round(spent, 2)
+    for name, value in optional.items():
+        if value:
+            fields[name] = value
+    return fields
 
 
 def format_request(fields: Mapping[str, object]) -> str:
@@ -100,5 +84,6 @@ def _list_facts(fields: Mapping[str, object]) -> Iterator[str]:
         yield f"key {fields['key']}"
 
 
+@lru_cache(maxsize=64)
 def _cut(text: str, length: int) -> str:
     return escape(text, length)[1:-1]

@@ -101,7 +101,7 @@ def create_app(
     pages.install(app, settings.root_path)
     # Outside FastAPI's own middleware, which an extraction does not need.
     stack: Any = RequestContextMiddleware(
-        app.build_middleware_stack(),
+        app,
         engine=engine,
         routes=[route for router in ROUTERS for route in router.routes],
         encoders=PROBLEM_ENCODERS,

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import product
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate, product
 from typing import Any, Literal, NamedTuple, get_args
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from layertap.service.timings import STEPS
+from layertap.service.timings import STEPS, Timings
 from layertap.service.types import BatchReason, RestartReason
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER = "other"
 ConnectionReason = Literal["bad_request", "head_timeout", "head_too_large", "limit"]
+Labels = tuple[str | int, ...]
 Snapshot = Mapping[str, Any]  # numbers of ``GAUGES``; of those with labels, numbers by their values
 
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
@@ -67,6 +70,7 @@ FAMILIES = {
     "crossing_total": Family("Models whose rows were found to affect each other.", MODEL),
 }
 GAUGES = {  # with their labels
+    "connections": ("Connections that are open.", ()),
     "queue_rows": ("Rows that wait for a forward.", ()),
     "queue_bytes": ("Bytes that requests hold: bodies, rows, expected replies.", ()),
     "running_rows": ("Rows in decoding or in a forward.", ()),
@@ -86,46 +90,43 @@ GAUGES = {  # with their labels
 }
 
 
-class Metrics:
-    """All metrics of one application; names are those of ``FAMILIES``.
+class Metrics(Collector):
+    """All metrics of one application as plain numbers; names are those of ``FAMILIES``.
 
-    Thread-safe. Label values must come from the configuration (models) or the application (routes), because each new
-    one stays until the process ends.
+    For the event loop only, but for ``render``. Label values must come from the configuration (models) or the
+    application (routes), because each new one stays until the process ends.
     """
 
     def __init__(self) -> None:
-        self._registry = _SeriesRegistry()
-        self._families = {name: _make_family(name, family, self._registry) for name, family in FAMILIES.items()}
-        self._connections = Gauge("layertap_connections", "Connections that are open.", registry=self._registry)
-        self._models: set[str] = set()
-        # Looking up a labelled series takes longer than adding to it, so each is looked up once.
-        self._series: dict[tuple[object, ...], Any] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        # A counter's number; of a histogram how many values each bucket has, the last without a bound, then their sum.
+        self._counters: dict[str, dict[Labels, float]] = {}
+        self._histograms: dict[str, dict[Labels, list[float]]] = {}
+        self._connections = 0
+        self._read_gauges: Callable[[], Snapshot] = dict
+        self._models: set[str | int] = set()
         for name, family in FAMILIES.items():
+            (self._histograms if family.buckets else self._counters)[name] = {}
             if "model" not in family.labels:
                 self._add_known(name, family)
 
     def count(self, name: str, *labels: str | int, by: float = 1) -> None:
         """Add to a counter."""
-        self._find(name, *labels).inc(by)
+        series = self._counters[name]
+        if labels not in series:
+            self._add(name, labels)
+        series[labels] += by
 
-    def observe(self, name: str, label: str, value: float) -> None:
-        """Add a value to a histogram."""
-        self._find(name, label).observe(value)
-
-    def observe_request(
-        self, route: str, status: int, seconds: float, steps: Mapping[str, float], body_bytes: int, reply_bytes: int
-    ) -> None:
-        """Record a finished request.
-
-        ``route`` is a template or ``OTHER``; ``status`` is 0 if no reply was begun; ``steps`` has milliseconds by name,
-        and names outside ``STEPS`` are ignored.
-        """
-        self.count("requests_total", route, status)
-        self.observe("request_seconds", route, seconds)
-        self.count("request_bytes_total", route, by=body_bytes)
-        self.count("reply_bytes_total", route, by=reply_bytes)
-        for step in steps.keys() & STEPS:
-            self.observe("step_seconds", step, steps[step] / 1000)
+    def observe_request(self, route: str, timings: Timings) -> None:
+        """Record a request that has ended; ``route`` is a template or ``OTHER``."""
+        self.count("requests_total", route, timings.facts.status)
+        self.count("request_bytes_total", route, by=timings.facts.request_bytes)
+        self.count("reply_bytes_total", route, by=timings.facts.reply_bytes)
+        values = [("request_seconds", route, timings.ended - timings.begun)]
+        for step, milliseconds in timings.steps.items():
+            values.append(("step_seconds", step, milliseconds / 1000))
+        self._observe(values)
 
     def observe_batch(
         self, model: str, rows: int, max_rows: int, requests: int, depth: float, seconds: float, why: BatchReason
@@ -135,72 +136,74 @@ class Metrics:
         ``depth``: share of the full forward's cost that was run, 0 to 1; ``why``: why these requests shared a forward.
         """
         self.count("batches_total", model, why)
-        self.observe("batch_rows", model, rows)
-        self.observe("batch_fill_ratio", model, rows / max_rows)
-        self.observe("batch_requests", model, requests)
-        self.observe("stop_depth_ratio", model, depth)
-        self.observe("forward_seconds", model, seconds)
+        self._observe(
+            (
+                ("batch_rows", model, rows),
+                ("batch_fill_ratio", model, rows / max_rows),
+                ("batch_requests", model, requests),
+                ("stop_depth_ratio", model, depth),
+                ("forward_seconds", model, seconds),
+            )
+        )
 
     def add_connections(self, change: int) -> None:
         """Change the number of open connections."""
-        self._connections.inc(change)
+        self._connections += change
 
     def register_gauges(self, read: Callable[[], Snapshot]) -> None:
         """Register what the gauges call at each scrape, in the rendering thread."""
-        self._registry.register(_GaugeCollector(read))
+        self._read_gauges = read
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format, of type ``CONTENT_TYPE``; CPU-bound, so call it in a thread."""
         return generate_latest(self._registry)
 
-    def _find(self, *key: str | int) -> Any:
-        """The series of a family's name and the values of its labels."""
-        return self._series.get(key) or self._add(*key)
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, for Prometheus' library; any thread may ask."""
+        for name, family in FAMILIES.items():
+            described = f"layertap_{name}", family.documentation
+            if not family.buckets:
+                counter = CounterMetricFamily(*described, labels=[*family.labels])
+                for labels, value in self._counters[name].copy().items():
+                    counter.add_metric([*map(str, labels)], value)
+                yield counter
+                continue
+            histogram = HistogramMetricFamily(*described, labels=[*family.labels])
+            bounds = [*map(floatToGoString, (*family.buckets, float("inf")))]
+            for labels, (*numbers, total) in self._histograms[name].copy().items():
+                histogram.add_metric([*map(str, labels)], [*zip(bounds, accumulate(numbers), strict=True)], total)
+            yield histogram
+        for name, found in {"connections": self._connections, **self._read_gauges()}.items():
+            documentation, names = GAUGES[name]
+            gauge = GaugeMetricFamily(f"layertap_{name}", documentation, labels=names)
+            for key, value in (found if names else {(): found}).items():
+                gauge.add_metric((key,) if isinstance(key, str) else key, value)
+            yield gauge
 
-    def _add(self, name: str | int, *labels: str | int) -> Any:
-        family = FAMILIES[str(name)]
-        if "model" in family.labels and labels[0] not in self._models:
-            self._models.add(str(labels[0]))
+    def _observe(self, values: Iterable[tuple[str, str, float]]) -> None:
+        for name, label, value in values:
+            series, labels = self._histograms[name], (label,)
+            if labels not in series:
+                self._add(name, labels)
+            numbers = series[labels]
+            numbers[bisect_left(FAMILIES[name].buckets, value)] += 1
+            numbers[-1] += value
+
+    def _add(self, name: str, labels: Labels) -> None:
+        """Add a series at 0; of a new model all whose labels are known."""
+        if "model" in FAMILIES[name].labels and labels[0] not in self._models:
+            self._models.add(labels[0])
             for other, of_model in FAMILIES.items():
                 if "model" in of_model.labels:
-                    self._add_known(other, of_model, str(labels[0]))
-        return self._series.setdefault((name, *labels), self._families[str(name)].labels(*labels))
+                    self._add_known(other, of_model, labels[0])
+        if FAMILIES[name].buckets:
+            self._histograms[name].setdefault(labels, [0.0] * (len(FAMILIES[name].buckets) + 2))
+        else:
+            self._counters[name].setdefault(labels, 0.0)
 
-    def _add_known(self, name: str, family: Family, *model: str) -> None:
+    def _add_known(self, name: str, family: Family, *model: str | int) -> None:
         """Add the series whose labels are known, at 0: a rate needs a value before the first event."""
         values = [(each,) for each in model] + [*family.labels.values()][len(model) :]
         if all(values):
             for labels in product(*(each or () for each in values)):
-                self._series.setdefault((name, *labels), self._families[name].labels(*labels))
-
-
-def _make_family(name: str, family: Family, registry: CollectorRegistry) -> Counter | Histogram:
-    if family.buckets:
-        labels, buckets = tuple(family.labels), family.buckets
-        return Histogram(f"layertap_{name}", family.documentation, labels, registry=registry, buckets=buckets)
-    return Counter(f"layertap_{name}", family.documentation, tuple(family.labels), registry=registry)
-
-
-class _SeriesRegistry(CollectorRegistry):
-    """Drops the ``_created`` series that the library adds to each series."""
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in super().collect():
-            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
-            yield metric
-
-
-class _GaugeCollector(Collector):
-    """Gauges whose values are read only at a scrape."""
-
-    def __init__(self, read: Callable[[], Snapshot]) -> None:
-        self._read_snapshot = read
-
-    def collect(self) -> Iterator[Metric]:
-        snapshot = self._read_snapshot()
-        for name, (documentation, labels) in GAUGES.items():
-            family = GaugeMetricFamily(f"layertap_{name}", documentation, labels=labels)
-            values = snapshot[name] if labels else {(): snapshot[name]}
-            for key, value in values.items():
-                family.add_metric((key,) if isinstance(key, str) else key, value)
-            yield family
+                self._add(name, labels)

@@ -1,27 +1,43 @@
-"""Facts about a request and the durations of its steps: filled while it runs, read when it has ended."""
+"""The account of a request: what it was about and when its steps began and ended.
+
+It is written while the request runs. ``Server-Timing``, the log, traces and metrics are read from it.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import NamedTuple
+from operator import itemgetter
 
 STEPS = ("unpack", "parse", "load", "fetch", "decode", "queue", "forward", "copy", "encode")  # in this order
 MAX_SPANS = 64  # per request: an explanation may have hundreds of forwards; the sums count all
+# A part of a step: the step, start and end in seconds on the clock of ``time.perf_counter``, rows of a forward or 0.
+Span = tuple[str, float, float, int]
+BY_TIME = itemgetter(1, 2, 0)
 
 
 @dataclass
 class RequestFacts:
     """Facts about a request, as far as it got.
 
-    ``model`` is the model's configured name, or the requested one if unknown. ``layers`` is a short digest of the
-    requested layers, the same on every server, and ``selectors`` their number. ``rows``: rows in the answer, or of the
-    inputs if there was none. ``batch_rows``: the most rows in a forward with some of its own.
+    ``status`` is 0 until a reply begins. ``client`` is the address that the request came from, ``key`` the name of its
+    API key. ``trace_id`` is that of its trace, if traces are written. ``model`` is the model's configured name, or the
+    requested one if unknown. ``layers`` is a short digest of the requested layers, the same on every server, and
+    ``selectors`` their number. ``rows``: rows in the answer, or of the inputs if there was none. ``batch_rows``: the
+    most rows in a forward with some of its own.
     """
 
+    request_id: str = ""
+    method: str = ""
+    path: str = ""
+    client: str = ""
+    key: str = ""
+    status: int = 0
+    request_bytes: int = 0
+    reply_bytes: int = 0
+    trace_id: str = ""
     model: str = ""
     layers: str = ""
     selectors: int = 0
@@ -29,29 +45,23 @@ class RequestFacts:
     batch_rows: int = 0
 
 
-class Span(NamedTuple):
-    """A part of a step: its start and end in seconds on the clock of ``time.perf_counter``.
-
-    ``rows``: the rows of a forward; else 0.
-    """
-
-    step: str
-    started: float
-    ended: float
-    rows: int = 0
-
-
 @dataclass
 class Timings:
     """Milliseconds by step, in the order in which the steps ended; ``notes`` has facts that are not times.
 
-    ``spans`` has the first ``MAX_SPANS`` parts of steps, ``facts`` what the request was about.
+    ``spans`` has the first ``MAX_SPANS`` parts of steps, ``facts`` what the request was about. On the clock of
+    ``time.perf_counter``: when the request's head had come (``begun``), when its reply began, and when that was sent
+    (``ended``); 0 until then. ``receive_s``: what its body took to arrive.
     """
 
     steps: dict[str, float] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     facts: RequestFacts = field(default_factory=RequestFacts)
+    begun: float = field(default_factory=time.perf_counter)
+    receive_s: float = 0.0
+    reply_begun: float = 0.0
+    ended: float = 0.0
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -64,32 +74,34 @@ class Timings:
 
     def add_span(self, name: str, started: float, ended: float) -> None:
         """Add a part with this start and end to a step."""
-        self.add(name, ended - started, (Span(name, started, ended),))
-
-    def add(self, name: str, seconds: float, spans: Sequence[Span] = ()) -> None:
-        """Add to a step the total of its parts, which may overlap."""
-        self.steps[name] = self.steps.get(name, 0.0) + seconds * 1000
-        self.spans.extend(spans[: MAX_SPANS - len(self.spans)])
+        self.steps[name] = self.steps.get(name, 0.0) + (ended - started) * 1000
+        if len(self.spans) < MAX_SPANS:
+            self.spans.append((name, started, ended, 0))
 
     def add_parts(self, queued: float, spans: Iterable[Span]) -> None:
         """Add the parts of a request that was ``queued`` at that moment; each second counts once.
 
-        Until the last part began, time outside all parts counts as waiting. Spans that ended at 0 never ran; several
-        parts may share a span.
+        Time in which parts overlap counts for the one that began first. Until the last part began, time outside all
+        parts counts as waiting. Spans that ended at 0 never ran; several parts may share a span.
         """
-        for part, seconds in split_time(queued, {span for span in spans if span.ended}):
-            self.add(part.step, seconds, (part,))
+        reached = queued
+        for step, started, ended, rows in sorted(set(spans), key=BY_TIME):
+            if not ended:
+                continue
+            if started > reached:
+                self.add_span("queue", reached, started)
+                reached = started
+            self.steps[step] = self.steps.get(step, 0.0) + max(ended - reached, 0.0) * 1000
+            if len(self.spans) < MAX_SPANS:
+                self.spans.append((step, started, ended, rows))
+            reached = max(reached, ended)
 
-
-def split_time(queued: float, spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
-    """Each span, and each wait before one, in order of time, with its share of the seconds.
-
-    Time in which spans overlap counts for the one that began first.
-    """
-    reached = queued
-    for span in sorted(spans, key=attrgetter("started", "ended", "step")):
-        if span.started > reached:
-            yield Span("queue", reached, span.started), span.started - reached
-            reached = span.started
-        yield span, max(span.ended - reached, 0.0)
-        reached = max(reached, span.ended)
+    def format(self) -> str:
+        """The value of ``Server-Timing`` so far."""
+        text = ""
+        for name, milliseconds in self.steps.items():
+            text += f"{name};dur={milliseconds:.2f}, "
+        text += f"total;dur={(time.perf_counter() - self.begun) * 1000:.2f}"
+        for name, note in self.notes.items():
+            text += f', {name};desc="{note}"'
+        return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from fastapi import Request
@@ -11,21 +11,15 @@ from starlette.datastructures import Headers
 
 from layertap.models.errors import escape
 from layertap.service.errors import ForbiddenError, KeyMissingError
+from layertap.service.http.exchange import Exchange
 from layertap.service.settings import LOOPBACK, Settings, split_key
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready"})
 READS = ("GET", "HEAD")
 CROSS_SITE = "cross-site"  # a browser says so: it sends no key, but reaches what this machine alone does
-BLANKS = " \t"  # around a field's value they are none of it
+BLANKS = b" \t"  # around a field's value they are none of it
+MAX_PAGES = 64  # that are remembered
 HINT = "send 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
-
-
-@dataclass(frozen=True)
-class Caller:
-    """An authorized caller: whether an administrator, and the key's name if keys are configured."""
-
-    admin: bool
-    key: str = ""
 
 
 class Keyring:
@@ -38,33 +32,40 @@ class Keyring:
         # A key that is in both lists is an administrator's.
         callers = _list_callers(settings.api_keys, "key", False) | _list_callers(settings.admin_keys, "admin", True)
         self._callers = [(key.encode(), caller) for key, caller in callers.items()]
+        self._own_pages: set[tuple[bytes | None, ...]] = set()  # headers that were looked at before
 
-    def authorize(self, method: str, path: str, headers: Headers) -> Caller:
-        """Who the caller is.
+    def authorize(self, exchange: Exchange) -> None:
+        """Find out who the caller is: whether an administrator, and the key's name if keys are configured.
 
         KeyMissingError where a key is asked for and none that is known is given. Without any configured key the server
         is reachable from this machine only, and whoever reaches it may do everything, but for pages of other sites that
         a browser there shows (ForbiddenError).
         """
-        is_open = path in OPEN_PATHS or (path in self._pages and method in READS)
+        path = exchange.facts.path
+        is_open = path in OPEN_PATHS or (path in self._pages and exchange.facts.method in READS)
         if not self._callers:
             if not is_open:
-                self._check_page(headers)
-            return Caller(admin=True)
+                self._check_page(exchange)
+            exchange.admin = True
+            return
         if is_open:
-            return Caller(admin=False)
-        key = _read_key(headers)
+            return
+        key = _read_key(exchange.head)
         if key is None:
             raise KeyMissingError("this server asks for an API key", hint=HINT)
         # Compare all keys, each in constant time, so that timing reveals nothing about them.
-        sent = key.encode("latin-1")  # the bytes as they came
-        found = [caller for known, caller in self._callers if hmac.compare_digest(known, sent)]
+        found = [caller for known, caller in self._callers if hmac.compare_digest(known, key)]
         if not found:
             raise KeyMissingError("this API key is not known", hint=HINT)
-        return found[0]
+        exchange.admin, exchange.facts.key = found[0]
 
-    def _check_page(self, headers: Headers) -> None:
+    def _check_page(self, exchange: Exchange) -> None:
         """ForbiddenError for what a page of another site asks, also one whose name now leads here (DNS rebinding)."""
+        head = exchange.head
+        page = head.get(b"host"), head.get(b"origin"), head.get(b"sec-fetch-site")
+        if page in self._own_pages and len(head) == len(exchange.headers):  # none is there twice
+            return
+        headers = Headers(raw=exchange.headers)
         for host in headers.getlist("host"):  # browsers always send one
             if _parse_host(f"//{host}") not in self._hosts:
                 detail = f"{escape(host)} is no name of this server"
@@ -74,25 +75,27 @@ class Keyring:
         if origin not in self._origins and (foreign or headers.get("sec-fetch-site") == CROSS_SITE):
             hint = "name the page's origin in LAYERTAP_CORS_ORIGINS"
             raise ForbiddenError("a page of another site may not use this server", hint=hint)
+        if len(self._own_pages) < MAX_PAGES:
+            self._own_pages.add(page)
 
 
 async def require_admin(request: Request) -> None:
     """A dependency of routes: ForbiddenError unless the caller is an administrator."""
-    if not request.scope["state"]["admin"]:
+    if not request.scope["state"]["exchange"].admin:
         raise ForbiddenError("this key may not load or unload models", hint="use a key from LAYERTAP_ADMIN_KEYS")
 
 
-def _list_callers(texts: tuple[str, ...], prefix: str, admin: bool) -> dict[str, Caller]:
-    """The caller of each key, named by the key's name or its position in the list."""
+def _list_callers(texts: tuple[str, ...], prefix: str, admin: bool) -> dict[str, tuple[bool, str]]:
+    """Whether the caller with a key is an administrator, and the key's name, else its position in the list."""
     keys = map(split_key, texts)
-    return {key: Caller(admin, name or f"{prefix}-{place}") for place, (key, name) in enumerate(keys, 1)}
+    return {key: (admin, name or f"{prefix}-{place}") for place, (key, name) in enumerate(keys, 1)}
 
 
-def _read_key(headers: Headers) -> str | None:
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and token.strip(BLANKS):
+def _read_key(head: Mapping[bytes, bytes]) -> bytes | None:
+    scheme, _, token = head.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer" and token.strip(BLANKS):
         return token.strip(BLANKS)
-    key = headers.get("x-api-key")
+    key = head.get(b"x-api-key")
     return None if key is None else key.strip(BLANKS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from io import BytesIO
@@ -14,12 +14,11 @@ from typing import Any, cast
 import orjson
 from fastapi import Request
 from python_multipart.multipart import Field, File, FormParser, parse_options_header
-from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
 
 from layertap.models.errors import TooLargeError
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.errors import BadRequestError, BodyTimeoutError, UnsupportedMediaError
+from layertap.service.http.exchange import Exchange
 from layertap.service.settings import Settings
 
 MULTIPART = "multipart/form-data"
@@ -38,48 +37,54 @@ class MultipartPart:
     data: bytes
 
 
-async def read_body(request: Request, settings: Settings, reserve: Callable[[int], None]) -> bytes:
+async def read_body(exchange: Exchange, settings: Settings, reserve: Callable[[int], None]) -> bytes:
     """The whole body; TooLargeError, BadRequestError where it breaks off, BodyTimeoutError where it arrives too slowly.
 
     ``reserve`` is told of its bytes as they arrive, and raises QueueFullError where there is no room for more.
     """
     limit = settings.max_body_bytes
-    announced = request.headers.get("content-length", "0")
-    if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
-        raise _too_large_error(announced[:20], limit)
+    announced = exchange.head.get(b"content-length", b"0")
+    if announced.isdigit() and int(announced[:20]) > limit:
+        raise _too_large_error(announced[:20].decode(), limit)
     chunks: list[bytes] = []
     size = 0
     loop, wait_s = asyncio.get_running_loop(), settings.body_timeout_s
     enough = missing = MIN_BYTES_PER_S * wait_s
+    timer = loop.call_later(wait_s, _give_up, exchange, wait_s)
     try:
-        async with asyncio.timeout(wait_s) as timeout:
-            async for chunk in request.stream():
-                if not chunk:  # the end
-                    continue
+        while True:
+            message = await exchange.receive()
+            if message["type"] == "http.disconnect":
+                raise BadRequestError("the body broke off")
+            if chunk := message.get("body", b""):
                 size += len(chunk)
                 if size > limit:
                     raise _too_large_error(f"more than {limit}", limit)
                 reserve(len(chunk))
                 chunks.append(chunk)
                 missing -= len(chunk)
-                if missing <= 0:  # none of it counts twice: a fast start earns no time for a slow rest
-                    timeout.reschedule(loop.time() + wait_s)
-                    missing = enough
-    except TimeoutError:
-        hint = f"send it at {MIN_BYTES_PER_S // 1000} kB a second or more, or in several requests"
-        raise BodyTimeoutError(f"too little of the body arrived within {wait_s:g} s", hint=hint) from None
-    except ClientDisconnect:
-        raise BadRequestError("the body broke off") from None
-    return b"".join(chunks)  # a single one is not copied
+            if not message.get("more_body"):
+                return b"".join(chunks)  # a single one is not copied
+            if missing <= 0:  # none of it counts twice: a fast start earns no time for a slow rest
+                timer.cancel()
+                timer, missing = loop.call_later(wait_s, _give_up, exchange, wait_s), enough
+    finally:
+        timer.cancel()
 
 
-def is_packed(headers: Headers) -> bool:
+def _give_up(exchange: Exchange, wait_s: float) -> None:
+    hint = f"send it at {MIN_BYTES_PER_S // 1000} kB a second or more, or in several requests"
+    exchange.cancel(BodyTimeoutError(f"too little of the body arrived within {wait_s:g} s", hint=hint))
+
+
+def is_packed(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Whether a body is packed; UnsupportedMediaError for another coding than gzip, or several."""
-    coding = ",".join(headers.getlist("content-encoding")).strip(" \t,").lower()
-    if coding not in ("", "identity", "gzip", "x-gzip"):
+    codings = (value for name, value in headers if name == b"content-encoding")
+    coding = b",".join(codings).strip(b" \t,").lower()
+    if coding not in (b"", b"identity", b"gzip", b"x-gzip"):
         hint = "pack it once, with Content-Encoding: gzip, or send it uncompressed"
         raise UnsupportedMediaError("a body of this Content-Encoding is not taken", hint=hint)
-    return coding in ("gzip", "x-gzip")
+    return coding in (b"gzip", b"x-gzip")
 
 
 def measure_unpacked(data: bytes, limit: int) -> int:
@@ -105,13 +110,13 @@ def unpack(data: bytes, size: int, limit: int) -> bytes:
     return unpacked
 
 
-def parse_multipart(headers: Headers, body: bytes, settings: Settings) -> list[MultipartPart]:
+def parse_multipart(content_type: str, body: bytes, settings: Settings) -> list[MultipartPart]:
     """The parts of a multipart body, in order; BadRequestError where it is broken, TooLargeError for too many parts.
 
     Computes, so it belongs in a thread. What stands before the first delimiter, and behind the last one, is no part
     (RFC 2046, section 5.1.1).
     """
-    _, options = parse_options_header(headers["content-type"])
+    _, options = parse_options_header(content_type)
     boundary = options.get(b"boundary", b"")
     delimiter = b"--" + boundary
     start = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter)
@@ -157,7 +162,7 @@ async def read_document(
 ) -> dict[str, Any]:
     """A small body that is a JSON object; without any the object is empty. BadRequestError, TooLargeError."""
     with admit() as ticket:
-        data = await read_body(request, settings, ticket.reserve_bytes)
+        data = await read_body(request.scope["state"]["exchange"], settings, ticket.reserve_bytes)
     if len(data) > MAX_DOCUMENT:
         hint = "models are configured by who runs the server"
         raise TooLargeError(f"the body has {len(data)} bytes, the limit here is {MAX_DOCUMENT}", hint=hint)

@@ -15,24 +15,24 @@ LARGE = 2**16  # bytes that uvicorn gives away without waiting for the peer
 PIECE = 2**20  # bytes that wait for the peer at a time
 
 
-def make_response(buffers: Buffers, headers: Mapping[str, str], media_type: str) -> Response:
-    """A reply of these buffers, of which the list is emptied as they are sent."""
-    size = sum(map(len, buffers))
-    if size <= LARGE:
-        return Response(b"".join(buffers), headers=headers, media_type=media_type)
-    return BuffersResponse(buffers, size, headers, media_type)
-
-
 class BuffersResponse(Response):
-    """A reply of buffers that have ``size`` bytes together, the next sent when the peer has taken those before it."""
+    """A reply of buffers, of which the list is emptied; the next is sent when the peer has taken those before it."""
 
-    def __init__(self, buffers: Buffers, size: int, headers: Mapping[str, str], media_type: str) -> None:
-        super().__init__(None, headers={**headers, "content-length": str(size)}, media_type=media_type)
+    def __init__(self, buffers: Buffers, headers: Mapping[str, str], media_type: str) -> None:
+        self.status_code = 200
+        self.background = None
+        self._size = sum(map(len, buffers))
         self._buffers = deque(buffers)
+        self.raw_headers = [(b"content-length", b"%d" % self._size), (b"content-type", media_type.encode())]
+        for name, value in headers.items():
+            self.raw_headers.append((name.lower().encode(), value.encode("latin-1")))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it; what is sent here waits until the system has taken nearly all that came before."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if self._size <= LARGE:
+            await send({"type": "http.response.body", "body": b"".join(self._buffers)})
+            return
         for piece in _cut_pieces(self._buffers):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body"})

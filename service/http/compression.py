@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Protocol
 
 import zstandard
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import Message, Scope, Send
+from starlette.types import Message
 
+from layertap.service.engine.engine import Engine
 from layertap.service.formats.negotiation import parse_qualities
 
 MIN_BYTES = 1024  # what is shorter would hardly be fewer packets
-TEXT = ("application/json", "application/problem+json", "application/javascript", "image/svg+xml")
+TEXT = (b"application/json", b"application/problem+json", b"application/javascript", b"image/svg+xml")
 EVENTS = "text/event-stream"  # each event is to be read when it is sent
 GZIP = 16 + zlib.MAX_WBITS  # for zlib: with the head that gzip has
-
-RunInThread = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 
 
 class _Compressor(Protocol):
@@ -36,74 +35,50 @@ CODINGS: Mapping[str, Callable[[], _Compressor]] = {
 
 
 @lru_cache(maxsize=64)
-def choose_coding(accept_encoding: str) -> str | None:
+def choose_coding(accept_encoding: bytes) -> str | None:
     """The coding of ``CODINGS`` that is welcome most, where one is named and no less welcome than none at all."""
-    qualities = parse_qualities(accept_encoding)
+    qualities = parse_qualities(accept_encoding.decode("latin-1"))
     best = max(CODINGS, key=lambda name: qualities.get(name, 0.0))
     quality = qualities.get(best, 0.0)
     return best if quality > 0 and quality >= qualities.get("identity", 0.0) else None
 
 
-def compress_replies(scope: Scope, send: Send, run_in_thread: RunInThread) -> Send:
-    """What sends a reply to this request, compressed where it asks for that and the reply gains by it."""
-    accepted = Headers(scope=scope).get("accept-encoding", "")
-    coding = choose_coding(accepted) if accepted else None
-    if coding is None or scope["http_version"] == "1.0":  # which has no way to send what has no known length
-        return send
-    return _CompressedReply(coding, send, run_in_thread).send
+def is_compressible(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a reply is text, and long, by its head."""
+    head = dict(headers)
+    media_type = head.get(b"content-type", b"").partition(b";")[0]
+    is_text = media_type in TEXT or (media_type.startswith(b"text/") and media_type != EVENTS.encode())
+    return is_text and int(head.get(b"content-length", MIN_BYTES)) >= MIN_BYTES and b"content-encoding" not in head
 
 
-class _CompressedReply:
-    """A reply on its way; its head is held back until what comes first tells whether it is compressed."""
+class CompressedReply:
+    """A reply on its way; its head is held back until its first bytes, with which its length may be known."""
 
-    def __init__(self, coding: str, send: Send, run_in_thread: RunInThread) -> None:
+    def __init__(self, coding: str, engine: Engine) -> None:
         self._coding = coding
-        self._send = send
-        self._run_in_thread = run_in_thread
+        self._compressor = CODINGS[coding]()
+        self._engine = engine
         self._start: Message | None = None
-        self._compressor: _Compressor | None = None
 
-    async def send(self, message: Message) -> None:
-        """Send a piece of the reply."""
+    async def convert(self, message: Message) -> tuple[Message, ...]:
+        """What to send in place of a piece of the reply."""
         if message["type"] == "http.response.start":
             self._start = message
-            return
-        if (start := self._start) is not None:
-            self._start = None
-            if _gains(start, message):
-                await self._send_compressed(start, message)
-                return
-            await self._send(start)
-        elif self._compressor is not None:
-            message = await self._compress(self._compressor, message)
-        await self._send(message)
-
-    async def _send_compressed(self, start: Message, first: Message) -> None:
-        self._compressor = CODINGS[self._coding]()
-        message = await self._compress(self._compressor, first)
-        headers = MutableHeaders(raw=list(start["headers"]))
-        headers["content-encoding"] = self._coding
-        del headers["content-length"]
-        if not message.get("more_body"):
-            headers["content-length"] = str(len(message["body"]))
-        await self._send({**start, "headers": headers.raw})
-        await self._send(message)
-
-    async def _compress(self, compressor: _Compressor, message: Message) -> Message:
+            return ()
         is_last = not message.get("more_body")
-        data = await self._run_in_thread(partial(_feed, compressor, message.get("body", b""), is_last))
-        return {**message, "body": data}
+        feed = partial(_feed, self._compressor, message.get("body", b""), is_last)
+        data = await self._engine.run_in_thread(feed, time.monotonic() + self._engine.settings.deadline_s)
+        message = {**message, "body": data}
+        if (start := self._start) is None:
+            return (message,)
+        self._start = None
+        headers = [field for field in start["headers"] if field[0] != b"content-length"]
+        headers.append((b"content-encoding", self._coding.encode()))
+        if is_last:
+            headers.append((b"content-length", b"%d" % len(data)))
+        return {**start, "headers": headers}, message
 
 
 def _feed(compressor: _Compressor, data: bytes, is_last: bool) -> bytes:
     compressed = compressor.compress(data) if data else b""
     return compressed + compressor.flush() if is_last else compressed
-
-
-def _gains(start: Message, first: Message) -> bool:
-    """Whether a reply is text, and long."""
-    headers = Headers(raw=start["headers"])
-    media_type = headers.get("content-type", "").partition(";")[0]
-    is_long = bool(first.get("more_body")) or len(first.get("body", b"")) >= MIN_BYTES
-    is_text = (media_type.startswith("text/") and media_type != EVENTS) or media_type in TEXT
-    return is_long and is_text and "content-encoding" not in headers

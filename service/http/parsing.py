@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import orjson
 from python_multipart.multipart import parse_options_header
-from starlette.datastructures import Headers
 
 from layertap.models.errors import Fault, RequestError, escape
 from layertap.models.lru_cache import LRUCache
@@ -18,7 +17,7 @@ from layertap.service.engine.limits import check_count, check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.formats.table import ReplyFormat
-from layertap.service.http.body import MULTIPART, get_media_type, load_json, parse_multipart
+from layertap.service.http.body import MULTIPART, load_json, parse_multipart
 from layertap.service.http.query import ALWAYS, Query, read_fields
 from layertap.service.inputs.arrays import read_npy, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
@@ -27,24 +26,22 @@ from layertap.service.schemas.bodies import ExtractBody, InputsBody, RequestBody
 from layertap.service.schemas.inputs import OPTIONS, InputBody, make_readers
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
-from layertap.service.timings import Timings
 from layertap.service.types import TILES
 
 
 @dataclass(frozen=True)
 class RawRequest:
-    """What arrived, and the format in which the reply is wanted."""
+    """What arrived, and the format in which the reply is wanted.
 
-    headers: Headers
+    ``media_type`` is the content type without parameters, in small letters.
+    """
+
+    headers: Sequence[tuple[bytes, bytes]]
+    content_type: str
+    media_type: str
     query: Query
     data: bytes
     format: ReplyFormat
-    timings: Timings
-
-    @property
-    def media_type(self) -> str:
-        """What the body is said to be, without parameters, in small letters."""
-        return get_media_type(self.headers.get("content-type", ""))
 
 
 class ParsedRequest(NamedTuple):
@@ -90,7 +87,7 @@ def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) ->
     if not raw.data and not media_type:  # a dry run needs no input
         return _parse_query(raw, settings, kind), []
     if media_type in BODY_READERS:
-        read = partial(BODY_READERS[media_type], raw.data, raw.headers["content-type"])
+        read = partial(BODY_READERS[media_type], raw.data, raw.content_type)
         return _parse_query(raw, settings, kind), [read]
     raise UnsupportedMediaError(
         "a body of this content type is not taken",
@@ -101,7 +98,7 @@ def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) ->
 
 def _parse_multipart(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> tuple[ExtractRequest, Readers]:
     """The part that is called ``request``, or the query, and the inputs in all others."""
-    parts = parse_multipart(raw.headers, raw.data, settings)
+    parts = parse_multipart(raw.content_type, raw.data, settings)
     requests = [part.data for part in parts if part.name == "request"]
     inputs = [part for part in parts if part.name != "request"]
     if len(requests) > 1:

@@ -17,12 +17,12 @@ from itertools import chain
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from layertap.service.http.buffers_response import SMALL
-from layertap.service.http.middleware import make_context_headers
+from layertap.service.http.exchange import make_context_headers
 from layertap.service.http.problems import Problem, encode_problem, format_retry_after
 from layertap.service.metrics import ConnectionReason, Metrics
 from layertap.service.settings import UNIX, Settings
@@ -88,7 +88,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
-            for leave in cycle.scope["state"]["on_disconnect"]:
+            if (leave := cycle.scope["state"]["on_disconnect"]) is not None:
                 leave()
         super().connection_lost(exc)
 
@@ -98,7 +98,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._bytes_since_body += len(data)
         self._unset_keepalive_if_required()
-        self._parse(data)
+        while data:
+            try:
+                self.parser.feed_data(data)
+                break
+            except HttpParserUpgrade as upgrade:  # a head that offers one has come, and data goes on behind it
+                data = self._format_head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = HttpRequestParser(self)  # the old one takes no more where the client wants it closed
+            except HttpParserError:
+                if not self._ignores_input:
+                    detail = "this is no HTTP/1.1 request"
+                    self._refuse(400, "bad_request", detail, "let a client library write it")
+                break
         self._check_bounds()
 
     def on_message_begin(self) -> None:
@@ -117,10 +128,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._in_head = False
-        self._stop_head_timer()
+        if self._head_timer is not None:
+            self._stop_head_timer()
         super().on_headers_complete()
         self.cycle.transport = self._replies  # type: ignore[assignment]
-        self.cycle.scope["state"]["on_disconnect"] = set()
+        self.cycle.scope["state"]["on_disconnect"] = None
         self._unanswered.append(self.cycle)
         self.headers = []  # what comes as a trailer is none of the request's headers
 
@@ -134,7 +146,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._bytes_since_body = 0
         if not self.parser.should_upgrade():
             super().on_message_complete()
-            if not self.pipeline:  # a long body has stopped that, and nobody would see the peer leave
+            # A long body has stopped that, and nobody would see the peer leave.
+            if self.flow.read_paused and not self.pipeline:
                 self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
@@ -142,7 +155,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unanswered.popleft()
         self._replies.end_reply()
         super().on_response_complete()
-        self._replies.watch_last_reply()
+        if self.transport.is_closing():
+            self._replies.watch_last_reply()
         if self._in_head:  # it waited behind a pipeline
             self._check_bounds()
 
@@ -163,20 +177,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.abort()
         super().timeout_keep_alive_handler()
 
-    def _parse(self, data: bytes) -> None:
-        while data:
-            try:
-                self.parser.feed_data(data)
-                return
-            except HttpParserUpgrade as upgrade:  # a head that offers one has come, and data goes on behind it
-                data = self._format_head_without_upgrade() + data[upgrade.args[0] :]
-                self.parser = HttpRequestParser(self)  # the old one takes no more where the client wants it closed
-            except HttpParserError:
-                if not self._ignores_input:
-                    detail = "this is no HTTP/1.1 request"
-                    self._refuse(400, "bad_request", detail, "let a client library write it")
-                return
-
     def _format_head_without_upgrade(self) -> bytes:
         """The head again, of a client that offers another protocol: Java's offers HTTP/2, and expects HTTP/1.1 then.
 
@@ -193,7 +193,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._bytes_since_body > self._settings.max_head_bytes:
             self._refuse_large_head()
             return
-        waits = self._in_head or not self._answers()
+        cycle = self.cycle
+        waits = self._in_head or cycle is None or cycle.response_complete
         # Behind a pipeline nothing is read: the peer can't send the rest.
         if waits and self._head_timer is None and not self.pipeline and not self.transport.is_closing():
             self._start_head_timer()
@@ -302,6 +303,7 @@ class ReplyTransport:
         self._timeout_s = timeout_s
         self._logger = logger
         self._head = b""
+        self._flushing: asyncio.Handle  # where there is a head
         self._begun = False
         self._unsent_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -309,18 +311,20 @@ class ReplyTransport:
     def write(self, data: bytes) -> None:
         """Send data; the first of a reply waits for more, but no longer than until the event loop's next turn."""
         if not self._begun:
-            self._begun = True
-            self._head = data
-            self._loop.call_soon(self.flush)
+            self._begun, self._head = True, data
+            self._flushing = self._loop.call_soon(self.flush)
             return
         if self._head and len(data) <= SMALL:
             data, self._head = self._head + data, b""
-        self.flush()
+            self._flushing.cancel()
+        elif self._head:
+            self.flush()
         self._transport.write(data)
 
     def end_reply(self) -> None:
         """What is written from now on is another reply."""
-        self.flush()
+        if self._head:
+            self.flush()
         self._begun = False
 
     def close(self) -> None:
@@ -366,14 +370,14 @@ CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2: with forward secrecy and 
 
 
 def make_server_config(
-    app: ASGIApp, settings: Settings, metrics: Metrics | None = None, **options: Any
+    app: FastAPI, settings: Settings, metrics: Metrics | None = None, **options: Any
 ) -> uvicorn.Config:
     """The configuration of uvicorn; ``options`` are more of its own options.
 
     ``metrics`` are where connections are counted, where that is wanted.
     """
     return uvicorn.Config(
-        app,
+        app.middleware_stack or app,  # what FastAPI does around its stack is of no use here
         **{
             "lifespan": "on",  # else uvicorn serves an application that could not start
             "http": partial(BoundedHttpProtocol, settings=settings, metrics=metrics or Metrics()),

@@ -6,7 +6,7 @@ A field is a value, or JSON where a body has an object or a list.
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,22 +26,18 @@ OBJECTS = frozenset({"objective", "target", "interventions", "baseline", "from",
 MAYBE_JSON = LISTS | OBJECTS  # where a value begins as a list or an object
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Query:
-    """A query as it was sent, and as it was read."""
+    """A query as it was sent, and as it was read; ``is_cacheable``: what is made of it may be remembered."""
 
     text: bytes
-    parameters: QueryParams = field(compare=False)
+    parameters: QueryParams
+    is_cacheable: bool = False
 
     @classmethod
     def parse(cls, text: bytes) -> Query:
         """What was sent, read."""
         return _parse_cached(text) if len(text) <= MAX_CACHED_BYTES else cls(text, QueryParams(text))
-
-    @property
-    def is_cacheable(self) -> bool:
-        """Whether what is made of it may be remembered."""
-        return len(self.text) <= MAX_CACHED_BYTES
 
     def get_one(self, key: str) -> str | None:
         """What a parameter says, None where it is not given; RequestError where it is given several times."""
@@ -78,7 +74,7 @@ class Query:
 @lru_cache(maxsize=MAX_CACHED)
 def _parse_cached(text: bytes) -> Query:
     """Remembered, as is the body in it: clients send the same over and over, and reading takes longer than all else."""
-    return Query(text, QueryParams(text))
+    return Query(text, QueryParams(text), is_cacheable=True)
 
 
 def read_fields(query: Query, names: AbstractSet[str]) -> dict[str, Any]:

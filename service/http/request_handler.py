@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeVar
 
 import orjson
@@ -18,21 +17,20 @@ from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, SentInputs
-from layertap.service.errors import ClientGoneError, DeadlineError, QueueTooLongError
 from layertap.service.features import Features, list_skipped
 from layertap.service.formats.buffers import EncodeOptions
 from layertap.service.formats.negotiation import negotiate
 from layertap.service.formats.plain_data import describe_top_classes
 from layertap.service.formats.table import FORMATS, ReplyFormat
-from layertap.service.http.body import is_packed, measure_unpacked, read_body, unpack
-from layertap.service.http.buffers_response import make_response
+from layertap.service.http.body import MULTIPART, get_media_type, is_packed, measure_unpacked, read_body, unpack
+from layertap.service.http.buffers_response import BuffersResponse
+from layertap.service.http.exchange import Exchange
 from layertap.service.http.parsing import RawRequest
-from layertap.service.http.query import Query
+from layertap.service.http.query import MAX_CACHED, MAX_CACHED_BYTES, Query
 from layertap.service.http.timeout import Timeout
 from layertap.service.inputs.items import ImageItem
 from layertap.service.pictures.overlay import SentPicture
 from layertap.service.settings import Settings
-from layertap.service.timings import Timings
 
 SHORT = 2048  # bytes
 MAX_CLASSES, MAX_CLASSES_CHARACTERS = 64, 1536
@@ -49,62 +47,80 @@ class ParsedRequest(Protocol):
 
 P = TypeVar("P", bound=ParsedRequest)
 Parser = Callable[[RawRequest, Settings], P]
+FormatChooser = Callable[[bytes | None, Query], ReplyFormat]
 
 
-@asynccontextmanager
+def make_chooser(formats: Mapping[str, ReplyFormat]) -> FormatChooser:
+    """Makes what chooses a reply's format by ``Accept`` and query, and remembers what it chose.
+
+    NotAcceptableError, RequestError.
+    """
+    types = {name: each.media_type for name, each in formats.items()}
+
+    def choose(accept: bytes | None, query: Query) -> ReplyFormat:
+        text = accept.decode("latin-1") if accept is not None else None
+        return formats[negotiate(text, query.get_one("format"), types)]
+
+    remember = lru_cache(maxsize=MAX_CACHED)(choose)
+
+    def choose_format(accept: bytes | None, query: Query) -> ReplyFormat:
+        is_short = query.is_cacheable and len(accept or b"") <= MAX_CACHED_BYTES
+        return (remember if is_short else choose)(accept, query)
+
+    return choose_format
+
+
+choose_any = make_chooser(FORMATS)
+
+
 async def receive(
     request: Request,
     engine: Engine,
     parse: Parser[P],
-    formats: Mapping[str, ReplyFormat] = FORMATS,
-    get_timeout: Callable[[P], float | None] = lambda parsed: None,
-) -> AsyncIterator[tuple[P, Ticket]]:
+    choose_format: FormatChooser = choose_any,
+    get_timeout: Callable[[P], float | None] | None = None,
+) -> tuple[P, Ticket]:
     """A request that has arrived, parsed, and its place in the server; a long one is parsed in a thread.
 
     ``get_timeout`` tells how many seconds a body itself allows.
 
-    The block is cancelled where the client goes away (ClientGoneError); what it raises for want of time says how much
-    there was, by ``timeout`` of the request's state. The place is given back once the reply is sent. Any error of the
-    tree.
+    Until its reply begins the request is cancelled where the client goes away (ClientGoneError); what it raises for
+    want of time says how much there was. The place is given back once the reply is sent. Any error of the tree.
     """
-    state = request.scope["state"]
-    query = Query.parse(request.scope["query_string"])
-    types = {name: each.media_type for name, each in formats.items()}
-    reply_format = formats[negotiate(request.headers.get("accept"), query.get_one("format"), types)]
-    packed = is_packed(request.headers)
-    timeout = state["timeout"] = Timeout(request.headers, engine.settings)
-    timings: Timings = state["timings"]
-    ticket = state["until_sent"].enter_context(engine.admission.admit(timeout.deadline, timings))
-    data = await read_body(request, engine.settings, ticket.reserve_bytes)
+    scope, settings = request.scope, engine.settings
+    exchange: Exchange = scope["state"]["exchange"]
+    head, timings = exchange.head, exchange.timings
+    query = Query.parse(scope["query_string"])
+    reply_format = choose_format(head.get(b"accept"), query)
+    packed = b"content-encoding" in head and is_packed(exchange.headers)
+    timeout = Timeout(head, settings)
+    ticket = exchange.ticket = engine.admission.admit(timeout.deadline, timings)
+    data = await read_body(exchange, settings, ticket.reserve_bytes)
     timeout.restart()  # a slow network is not the server's
-    ticket.deadline = timeout.deadline
-    model = None
-    async with cancel_on_disconnect(request):
-        try:
-            if packed and data:
-                with timings.step("unpack"):
-                    limit = engine.settings.max_body_bytes
-                    size = measure_unpacked(data, limit)
-                    ticket.reserve_bytes(size)
-                    data = await engine.run_in_thread(partial(unpack, data, size, limit), timeout.deadline)
-            raw = RawRequest(request.headers, query, data, reply_format, timings)
-            parsed = await _parse(raw, parse, engine, timeout.deadline)
-            model = parsed.model
-            timings.facts.model = engine.manager.find_name(model)
-            timeout.shorten(get_timeout(parsed))
-            ticket.deadline = timeout.deadline
-            yield parsed, ticket
-        except (DeadlineError, QueueTooLongError) as error:
-            explain_lateness(error, timeout, engine, model)
-            raise
-
-
-def explain_lateness(error: Exception, timeout: Timeout, engine: Engine, model: str | None) -> None:
-    """Add the time limit and a retry delay to a timeout error; other errors stay as they are."""
-    if isinstance(error, DeadlineError | QueueTooLongError):
-        timeout.explain(error)
-    if isinstance(error, DeadlineError):
-        error.retry_after = engine.estimate_wait(model)
+    exchange.timeout, ticket.deadline = timeout, timeout.deadline
+    exchange.watch_client()
+    if packed and data:
+        with timings.step("unpack"):
+            size = measure_unpacked(data, settings.max_body_bytes)
+            ticket.reserve_bytes(size)
+            unpack_all = partial(unpack, data, size, settings.max_body_bytes)
+            data = await engine.run_in_thread(unpack_all, timeout.deadline)
+    content_type = head.get(b"content-type", b"").decode("latin-1")
+    media_type = get_media_type(content_type)
+    raw = RawRequest(exchange.headers, content_type, media_type, query, data, reply_format)
+    started = time.perf_counter()
+    try:
+        if _is_short(raw):
+            parsed = parse(raw, settings)
+        else:
+            parsed = await engine.run_in_thread(partial(parse, raw, settings), timeout.deadline)
+    finally:
+        timings.add_span("parse", started, time.perf_counter())
+    timings.facts.model = engine.manager.find_name(parsed.model)
+    if get_timeout is not None:
+        timeout.shorten(get_timeout(parsed))
+        ticket.deadline = timeout.deadline
+    return parsed, ticket
 
 
 async def encode_response(
@@ -112,15 +128,18 @@ async def encode_response(
 ) -> Response:
     """Features as a reply, in the format that was asked for."""
     reply = request.reply
-    with ticket.timings.step("encode"):
+    started = time.perf_counter()
+    try:
         limit = engine.settings.max_pixels
         pictures = list_pictures(request, sent, features, ticket, limit) if reply.format.is_picture else ()
-        encode = partial(reply.format.encode, features, EncodeOptions(reply.encoding, reply.tiles, pictures))
+        options = EncodeOptions(reply.encoding, reply.tiles, pictures)
         if is_short(features) and not reply.format.is_picture:
-            buffers = encode()
+            buffers = reply.format.encode(features, options)
         else:
-            buffers = await engine.run_in_thread(encode, ticket.deadline)
-    return make_response(buffers, describe_features(features), reply.format.media_type)
+            buffers = await engine.run_in_thread(partial(reply.format.encode, features, options), ticket.deadline)
+    finally:
+        ticket.timings.add_span("encode", started, time.perf_counter())
+    return BuffersResponse(buffers, describe_features(features), reply.format.media_type)
 
 
 def is_short(features: Features) -> bool:
@@ -168,57 +187,14 @@ def _format_top_classes(classes: Sequence[Mapping[str, Any]]) -> str:
 
 def make_headers(fingerprint: str, faults: Sequence[Fault]) -> dict[str, str]:
     """What the head of every good reply says: the fingerprint, and which inputs were left out, where some were."""
-    places = ",".join(map(str, list_skipped(faults)))
-    return {"X-Layertap-Fingerprint": fingerprint, **({"X-Layertap-Skipped": places} if places else {})}
-
-
-async def _parse(raw: RawRequest, parse: Parser[P], engine: Engine, deadline: float) -> P:
-    with raw.timings.step("parse"):
-        if _is_short(raw):
-            return parse(raw, engine.settings)
-        return await engine.run_in_thread(partial(parse, raw, engine.settings), deadline)
+    headers = {"X-Layertap-Fingerprint": fingerprint}
+    if faults and (places := ",".join(map(str, list_skipped(faults)))):
+        headers["X-Layertap-Skipped"] = places
+    return headers
 
 
 def _is_short(raw: RawRequest) -> bool:
     """Whether reading takes less time than a way to another thread and back: a lone picture is only looked at later."""
-    media_type = raw.media_type
-    short = media_type.startswith("image/") or (len(raw.data) <= SHORT and media_type != "multipart/form-data")
+    small = len(raw.data) <= SHORT and raw.media_type != MULTIPART
+    short = small or raw.media_type.startswith("image/")
     return short and len(raw.query.text) <= SHORT
-
-
-@asynccontextmanager
-async def cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
-    """Cancel the block as soon as the client is gone: ClientGoneError then.
-
-    The body must have been read: all that is received after it is the end of the connection. Our own protocol calls
-    what is in ``on_disconnect`` of the state then, which costs less than a task that waits for it.
-    """
-    task, disconnected = asyncio.current_task(), False
-    assert task is not None  # noqa: S101  (a coroutine that runs is some task's)
-
-    def leave() -> None:
-        nonlocal disconnected
-        disconnected = True
-        task.cancel()
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        leave()
-
-    listeners: set[Callable[[], None]] | None = request.scope["state"].get("on_disconnect")
-    watcher = asyncio.ensure_future(watch()) if listeners is None else None
-    if listeners is not None:
-        listeners.add(leave)
-    try:
-        yield
-    except asyncio.CancelledError:
-        # As asyncio.timeout does it: whoever else cancelled the task is heard.
-        if disconnected and not task.uncancel():
-            raise ClientGoneError("the client closed the connection") from None
-        raise
-    finally:
-        if watcher is not None:
-            watcher.cancel()
-        if listeners is not None:
-            listeners.discard(leave)

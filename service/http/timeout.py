@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated
 
 from fastapi import Depends, Request
-from starlette.datastructures import Headers
 
 from layertap.models.errors import RequestError
 from layertap.service.engine.engine import Engine
 from layertap.service.errors import DeadlineError, QueueTooLongError
 from layertap.service.settings import Settings
 
-HEADER = "X-Request-Timeout"
+HEADER, FIELD = "X-Request-Timeout", b"x-request-timeout"
 SEND_FEWER = "come again later, or send fewer inputs at once"
 
 
 class Timeout:
     """Seconds that an answer may take, of those that any may, and until when that is, on the monotonic clock."""
 
-    def __init__(self, headers: Headers, settings: Settings) -> None:
+    def __init__(self, head: Mapping[bytes, bytes], settings: Settings) -> None:
         """As a request's head says, from now on; RequestError."""
-        self._limit = settings.deadline_s
-        self._seconds = min(_parse_seconds(headers), self._limit)
+        self._limit = self._seconds = settings.deadline_s
+        if FIELD in head:
+            self._seconds = min(_parse_seconds(head[FIELD]), self._limit)
         self._source = HEADER  # where the caller says it
-        self.restart()
+        self.deadline = time.monotonic() + self._seconds
 
     def restart(self) -> None:
         """Count from now on."""
@@ -38,11 +38,15 @@ class Timeout:
             self.deadline -= self._seconds - seconds
             self._seconds, self._source = seconds, "timeout"
 
-    def explain(self, error: DeadlineError | QueueTooLongError, otherwise: str = SEND_FEWER) -> None:
-        """Have an error say whose limit it met, and what helps: more time, where the server allows it, or else.
+    def explain(self, error: Exception, engine: Engine, model: str | None, otherwise: str = SEND_FEWER) -> None:
+        """Have the error of a late request say whose limit it met, what helps, and when to come again.
 
-        What the error itself knows to help stays.
+        More time helps where the server allows it. What the error itself knows to help stays; so do other errors.
         """
+        if isinstance(error, DeadlineError):
+            error.retry_after = engine.estimate_wait(model)
+        elif not isinstance(error, QueueTooLongError):
+            return
         if self._seconds == self._limit:
             error.detail += f" (this server's limit of {self._limit:g} s)"
         else:
@@ -53,10 +57,7 @@ class Timeout:
         error.hint = error.hint or otherwise
 
 
-def _parse_seconds(headers: Headers) -> float:
-    text = headers.get(HEADER)
-    if text is None:
-        return float("inf")
+def _parse_seconds(text: bytes) -> float:
     try:
         seconds = float(text[:32])
     except ValueError:
@@ -80,12 +81,11 @@ async def limit_time(request: Request, engine: EngineDependency) -> AsyncIterato
 
     A DeadlineError that it raises says whose limit that was.
     """
-    timeout = Timeout(request.headers, engine.settings)
+    timeout = Timeout(request.scope["state"]["exchange"].head, engine.settings)
     try:
         yield timeout.deadline
     except DeadlineError as error:
-        timeout.explain(error, otherwise="come again later")
-        error.retry_after = engine.estimate_wait(request.path_params.get("name"))
+        timeout.explain(error, engine, request.path_params.get("name"), otherwise="come again later")
         raise
 
 

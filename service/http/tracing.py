@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from threading import Thread
 from typing import TYPE_CHECKING
 
 from layertap.models.errors import LayertapError, escape
-from layertap.service.access_log import MAX_METHOD, MAX_NAME, MAX_PATH, AccessRecord
+from layertap.service.access_log import MAX_METHOD, MAX_NAME, MAX_PATH
+from layertap.service.timings import RequestFacts, Timings
 from layertap.service.version import get_version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
-    from starlette.datastructures import Headers
 
 HINT = 'pip install "layertap[otel]", or leave LAYERTAP_OTLP_ENDPOINT out'
 SERVER_ERROR = 500
@@ -59,11 +59,12 @@ class RequestTracer:
         self._tracer = self._provider.get_tracer("layertap", get_version())
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, headers: Headers) -> RequestTrace:
+    def begin(self, head: Mapping[bytes, bytes]) -> RequestTrace:
         """The span of a request whose head has come, in its caller's trace where ``traceparent`` names one."""
         from opentelemetry.trace import SpanKind
 
-        parent = self._propagator.extract(headers)
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.items()}
+        parent = self._propagator.extract(carrier)
         return RequestTrace(self._tracer, self._tracer.start_span("request", parent, SpanKind.SERVER))
 
     async def close(self) -> None:
@@ -83,18 +84,18 @@ class RequestTrace:
         self._tracer = tracer
         self._span = span
 
-    def end(self, record: AccessRecord, route: str) -> None:
+    def end(self, timings: Timings, route: str) -> None:
         """The request has ended: name its span, and add those of its steps."""
         from opentelemetry.trace import StatusCode, set_span_in_context
 
-        span, now, counter = self._span, time.time_ns(), time.perf_counter()
+        span, facts, now, counter = self._span, timings.facts, time.time_ns(), time.perf_counter()
         if span.is_recording():
-            span.update_name(f"{escape(record.method, MAX_METHOD)[1:-1]} {route}")
-            span.set_attributes(dict(_list_attributes(record, route)))
-            if record.status >= SERVER_ERROR or not record.status:
+            span.update_name(f"{escape(facts.method, MAX_METHOD)[1:-1]} {route}")
+            span.set_attributes(dict(_list_attributes(facts, route)))
+            if facts.status >= SERVER_ERROR or not facts.status:
                 span.set_status(StatusCode.ERROR)
             context = set_span_in_context(span)
-            for step, started, ended, rows in record.timings.spans:
+            for step, started, ended, rows in timings.spans:
                 started_ns, ended_ns = (now + round((moment - counter) * 1e9) for moment in (started, ended))
                 attributes: Attributes = {"layertap.batch_rows": rows} if rows else {}
                 part = self._tracer.start_span(step, context, attributes=attributes, start_time=started_ns)
@@ -102,23 +103,22 @@ class RequestTrace:
         span.end(now)
 
 
-def _list_attributes(record: AccessRecord, route: str) -> Iterator[tuple[str, str | int]]:
+def _list_attributes(facts: RequestFacts, route: str) -> Iterator[tuple[str, str | int]]:
     """By OpenTelemetry's conventions for HTTP where it has some; what is not known of a request is left out."""
-    facts = record.timings.facts
     attributes: Attributes = {
-        "http.request.method": escape(record.method, MAX_METHOD)[1:-1],
+        "http.request.method": escape(facts.method, MAX_METHOD)[1:-1],
         "http.route": route,
-        "http.response.status_code": record.status,
-        "url.path": escape(record.path, MAX_PATH)[1:-1],
-        "http.request.body.size": record.request_bytes,
-        "http.response.body.size": record.reply_bytes,
-        "layertap.request_id": record.request_id,
-        "layertap.key": record.key,
+        "http.response.status_code": facts.status,
+        "url.path": escape(facts.path, MAX_PATH)[1:-1],
+        "http.request.body.size": facts.request_bytes,
+        "http.response.body.size": facts.reply_bytes,
+        "layertap.request_id": facts.request_id,
+        "layertap.key": facts.key,
         "layertap.model": escape(facts.model, MAX_NAME)[1:-1],
         "layertap.layers": facts.layers,
         "layertap.selectors": facts.selectors,
         "layertap.rows": facts.rows,
         "layertap.batch_rows": facts.batch_rows,
-        "error.type": str(record.status) if record.status >= SERVER_ERROR else "",
+        "error.type": str(facts.status) if facts.status >= SERVER_ERROR else "",
     }
     return ((name, value) for name, value in attributes.items() if value)

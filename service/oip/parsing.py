@@ -109,7 +109,7 @@ def _read_body(body: InferBody, settings: Settings, model: str) -> AskedOutputs:
 
 def _get_json_length(raw: RawRequest) -> int:
     """The number of JSON bytes in the body; BadRequestError if larger than the body."""
-    said = raw.headers.getlist(HEADER)
+    said = [value.decode("latin-1") for name, value in raw.headers if name == HEADER.lower().encode()]
     if len(set(said)) > 1:  # a proxy may use another value than this server
         raise BadRequestError(f"{HEADER} is there {len(said)} times, with several values", hint="send it once")
     if raw.media_type.startswith("image/"):  # whose body is read on the event loop

@@ -18,9 +18,9 @@ from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.errors import UnavailableError
-from layertap.service.http.buffers_response import make_response
+from layertap.service.http.buffers_response import BuffersResponse
 from layertap.service.http.model_descriptions import Json
-from layertap.service.http.request_handler import describe_features, is_short, receive
+from layertap.service.http.request_handler import describe_features, is_short, make_chooser, receive
 from layertap.service.http.routes import health
 from layertap.service.http.timeout import DeadlineDependency, EngineDependency
 from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION, encode_reply
@@ -28,6 +28,7 @@ from layertap.service.oip.parsing import EMBEDDING, parse_infer
 from layertap.service.oip.tensors import BYTES, DATATYPES, IMAGE, TEXT
 from layertap.service.version import get_version
 
+choose_format = make_chooser(FORMATS)
 EXTENSIONS = ("binary_tensor_data", "parameters", "schedule_policy")
 
 
@@ -46,18 +47,18 @@ router = APIRouter(prefix="/v2", include_in_schema=False, dependencies=[Depends(
 async def infer(request: Request, engine: EngineDependency, name: str) -> Response:
     """Compute the requested layers for a request's inputs."""
     parse = partial(parse_infer, model=name)
-    async with receive(request, engine, parse, FORMATS, lambda infer: infer.asked.timeout_s) as (parsed, ticket):
-        try:
-            features = await engine.extract(parsed.asked.extract, parsed.sent, ticket)
-        except LayertapError as error:
-            raise parsed.locate(error) from None
-        headers = describe_features(features)
-        with ticket.timings.step("encode"):
-            encode = partial(encode_reply, features, parsed.id, parsed.asked.binary, parsed.asked.binary_default)
-            head, behind = encode() if is_short(features) else await engine.run_in_thread(encode, ticket.deadline)
-        if behind:
-            headers[HEADER] = str(sum(map(len, head)))
-        return make_response(head + behind, headers, (BINARY if behind else JSON).media_type)
+    parsed, ticket = await receive(request, engine, parse, choose_format, lambda infer: infer.asked.timeout_s)
+    try:
+        features = await engine.extract(parsed.asked.extract, parsed.sent, ticket)
+    except LayertapError as error:
+        raise parsed.locate(error) from None
+    headers = describe_features(features)
+    with ticket.timings.step("encode"):
+        encode = partial(encode_reply, features, parsed.id, parsed.asked.binary, parsed.asked.binary_default)
+        head, behind = encode() if is_short(features) else await engine.run_in_thread(encode, ticket.deadline)
+    if behind:
+        headers[HEADER] = str(sum(map(len, head)))
+    return BuffersResponse(head + behind, headers, (BINARY if behind else JSON).media_type)
 
 
 @router.get("")

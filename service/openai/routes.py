@@ -17,9 +17,9 @@ from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.features import Features, join_features
 from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.table import FORMATS
-from layertap.service.http.buffers_response import make_response
+from layertap.service.http.buffers_response import BuffersResponse
 from layertap.service.http.model_descriptions import Json
-from layertap.service.http.request_handler import describe_features, is_short, receive
+from layertap.service.http.request_handler import describe_features, is_short, make_chooser, receive
 from layertap.service.http.timeout import EngineDependency
 from layertap.service.openai.embeddings import (
     AskedEmbeddings,
@@ -32,28 +32,29 @@ from layertap.service.openai.embeddings import (
 
 ASK = "POST /extract shows the numbers; ask for another layer, or leave this input out"
 MAX_NAMED = 8
-JSON = {"json": FORMATS["json"]}
+choose_json = make_chooser({"json": FORMATS["json"]})
 router = APIRouter(prefix="/v1", include_in_schema=False)  # OpenAI's own document describes these
 
 
 @router.post("/embeddings")
-async def create_embeddings(request: Request, engine: EngineDependency) -> Response:
+async def create_embeddings(request: Request) -> Response:
     """A vector of norm 1 for each input."""
-    async with receive(request, engine, parse_embeddings, JSON) as (parsed, ticket):
-        asked, parts = parsed.asked, parsed.split(engine.settings.max_inputs)
-        if asked.dimensions is not None:
-            handle = await engine.get_handle(parsed.model, ticket)
-            planned = await engine.planner.plan(asked.extract, parts[0], handle, ticket.deadline)
-            own = asked.extract.embedding is not None and not asked.extract.embedding.layer
-            trained = handle.model.spec.dimensions if own else ()
-            check_dimensions(asked.dimensions, _count_columns(planned), trained)
-        features = [await engine.extract(asked.extract, part, ticket) for part in parts]
-        with ticket.timings.step("encode"):
-            if len(features) == 1 and is_short(features[0]):
-                joined, data = _encode(features, asked)
-            else:
-                joined, data = await engine.run_in_thread(partial(_encode, features, asked), ticket.deadline)
-        return make_response(data, describe_features(joined), "application/json")
+    engine: Engine = request.scope["state"]["exchange"].engine
+    parsed, ticket = await receive(request, engine, parse_embeddings, choose_json)
+    asked, parts = parsed.asked, parsed.split(engine.settings.max_inputs)
+    if asked.dimensions is not None:
+        handle = await engine.get_handle(parsed.model, ticket)
+        planned = await engine.planner.plan(asked.extract, parts[0], handle, ticket.deadline)
+        own = asked.extract.embedding is not None and not asked.extract.embedding.layer
+        trained = handle.model.spec.dimensions if own else ()
+        check_dimensions(asked.dimensions, _count_columns(planned), trained)
+    features = [await engine.extract(asked.extract, part, ticket) for part in parts]
+    with ticket.timings.step("encode"):
+        if len(features) == 1 and is_short(features[0]):
+            joined, data = _encode(features, asked)
+        else:
+            joined, data = await engine.run_in_thread(partial(_encode, features, asked), ticket.deadline)
+    return BuffersResponse(data, describe_features(joined), "application/json")
 
 
 @router.get("/models")

@@ -140,6 +140,10 @@ class Ticket(AbstractContextManager["Ticket"]):
             )
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give back everything that the request holds."""
         self._control.used_bytes -= self.nbytes
         self.nbytes = 0
         for handle in self.handles.values():

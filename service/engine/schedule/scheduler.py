@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar, cast
 
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
@@ -103,13 +102,12 @@ class InFlight:
     def record(self) -> None:
         """Add the duration of each step to the request's timings."""
         timings, parts = self.jobs[0].timings, self._parts
+        spans: list[Span] = []
+        for part in parts:
+            spans += (("decode", *part.decode, 0), ("forward", *part.forward, part.rows), ("copy", *part.copy, 0))
+            timings.facts.batch_rows = max(timings.facts.batch_rows, part.rows)
         if parts:
-            spans = (
-                (Span("decode", *part.decode), Span("forward", *part.forward, part.rows), Span("copy", *part.copy))
-                for part in parts
-            )
-            timings.add_parts(self._submitted, chain.from_iterable(spans))
-            timings.facts.batch_rows = max(timings.facts.batch_rows, *(part.rows for part in parts))
+            timings.add_parts(self._submitted, spans)
         elif not self.started:
             timings.add_span("queue", self._submitted, time.perf_counter())
 

@@ -39,21 +39,20 @@ router = APIRouter()
 )
 async def extract(request: Request) -> Response:
     """Name layers, send inputs, get what these layers take or return, raw or pooled."""
-    engine: Engine = request.app.state.engine
-    async with receive(request, engine, parse_extract) as (parsed, ticket):
-        asked, sent = parsed
-        if asked.dry_run:
-            handle = await engine.get_handle(asked.model, ticket)
-            return await engine.dry_run(asked, sent, ticket, partial(_make_estimate, warnings=handle.model.warnings))
-        if asked.probe:
-            check_probed(asked)
-        if asked.reply.format.is_picture:
-            sent = await engine.fetch(asked, sent, ticket)
-        features = await engine.extract(asked, sent, ticket)
-        if asked.probe:
-            prober: Prober = request.app.state.prober
-            features = await prober.add_probes(features, asked, sent, ticket)
-        return await encode_response(features, asked, sent, engine, ticket)
+    engine: Engine = request.scope["state"]["exchange"].engine
+    (asked, sent), ticket = await receive(request, engine, parse_extract)
+    if asked.dry_run:
+        handle = await engine.get_handle(asked.model, ticket)
+        return await engine.dry_run(asked, sent, ticket, partial(_make_estimate, warnings=handle.model.warnings))
+    if asked.probe:
+        check_probed(asked)
+    if asked.reply.format.is_picture:
+        sent = await engine.fetch(asked, sent, ticket)
+    features = await engine.extract(asked, sent, ticket)
+    if asked.probe:
+        prober: Prober = request.app.state.prober
+        features = await prober.add_probes(features, asked, sent, ticket)
+    return await encode_response(features, asked, sent, engine, ticket)
 
 
 @router.post(
@@ -66,11 +65,10 @@ async def extract(request: Request) -> Response:
 )
 async def explain(request: Request, engine: EngineDependency) -> Response:
     """Grad-CAM of a layer, attributions at the input, occlusion, attention rolled out, for each picture and class."""
-    async with receive(request, engine, parse_explain) as (parsed, ticket):
-        asked, sent = parsed
-        sent = await explanations.prepare(engine, asked, sent, ticket)
-        features = await explanations.explain(engine, asked, sent, ticket)
-        return await encode_response(features, asked, sent, engine, ticket)
+    (asked, sent), ticket = await receive(request, engine, parse_explain)
+    sent = await explanations.prepare(engine, asked, sent, ticket)
+    features = await explanations.explain(engine, asked, sent, ticket)
+    return await encode_response(features, asked, sent, engine, ticket)
 
 
 def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:

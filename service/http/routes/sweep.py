@@ -12,17 +12,17 @@ from starlette.types import Receive, Scope, Send
 
 from layertap.models.errors import LayertapError
 from layertap.service.engine.admit.admission import Ticket
-from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.features import Features
 from layertap.service.formats import json
 from layertap.service.formats.buffers import Buffers, EncodeOptions
 from layertap.service.formats.table import FORMATS, ReplyFormat
 from layertap.service.http.compression import EVENTS
+from layertap.service.http.exchange import Exchange
 from layertap.service.http.openapi import COMPUTED, describe_inputs
 from layertap.service.http.parsing import parse_request
 from layertap.service.http.problems import describe_error, encode_problem
-from layertap.service.http.request_handler import cancel_on_disconnect, encode_response, explain_lateness, receive
+from layertap.service.http.request_handler import encode_response, make_chooser, receive
 from layertap.service.http.timeout import EngineDependency
 from layertap.service.schemas.bodies import SweepBody
 from layertap.service.schemas.examples import SWEEP
@@ -31,7 +31,7 @@ from layertap.service.sweep import sweeping
 
 parse_sweep = partial(parse_request, kind=SweepBody)
 EVENTS_FORMAT = ReplyFormat("events", EVENTS, json.encode, json.estimate_bytes, binary=False)
-SWEEP_FORMATS = {**FORMATS, EVENTS_FORMAT.name: EVENTS_FORMAT}
+choose_format = make_chooser({**FORMATS, EVENTS_FORMAT.name: EVENTS_FORMAT})
 EVENT_STREAM = {"schema": {"type": "string", "description": "events progress, then result or error"}}
 router = APIRouter()
 
@@ -46,14 +46,13 @@ router = APIRouter()
 )
 async def sweep(request: Request, engine: EngineDependency) -> Response:
     """Ablate, scale, patch or add noise at one place after the other; get a metric of each, and the largest effects."""
-    async with receive(request, engine, parse_sweep, SWEEP_FORMATS) as (parsed, ticket):
-        asked, sent = parsed
-        prepared = await sweeping.prepare(engine, asked, sent, ticket)
+    (asked, sent), ticket = await receive(request, engine, parse_sweep, choose_format)
+    prepared = await sweeping.prepare(engine, asked, sent, ticket)
 
-        compute = partial(sweeping.run, engine, prepared, ticket)
-        if asked.reply.format.name == EVENTS_FORMAT.name:
-            return EventsResponse(request, asked, engine, ticket, compute)
-        return await encode_response(await compute(), asked, prepared.sent, engine, ticket)
+    compute = partial(sweeping.run, engine, prepared, ticket)
+    if asked.reply.format.name == EVENTS_FORMAT.name:
+        return EventsResponse(request.scope["state"]["exchange"], asked, ticket, compute)
+    return await encode_response(await compute(), asked, prepared.sent, engine, ticket)
 
 
 class EventsResponse(Response):
@@ -63,27 +62,25 @@ class EventsResponse(Response):
 
     def __init__(
         self,
-        request: Request,
+        exchange: Exchange,
         asked: ExtractRequest,
-        engine: Engine,
         ticket: Ticket,
         compute: Callable[[sweeping.OnProgress], Awaitable[Features]],
     ) -> None:
         super().__init__(None, headers={"x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._request = request
+        self._exchange = exchange
         self._asked = asked
-        self._engine = engine
         self._ticket = ticket
         self._compute = compute
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Compute and send; the computation ends where the client is gone: ClientGoneError."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with cancel_on_disconnect(self._request):
-            async for name, data in self._list_events():
-                for piece in (f"event: {name}\ndata: ".encode(), *data, b"\n\n"):
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+        self._exchange.watch_client()  # the head, which has been sent, is not all of the reply
+        async for name, data in self._list_events():
+            for piece in (f"event: {name}\ndata: ".encode(), *data, b"\n\n"):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body"})
 
     async def _list_events(self) -> AsyncIterator[tuple[str, Buffers]]:
@@ -105,8 +102,8 @@ class EventsResponse(Response):
                     yield "progress", [orjson.dumps(dict(zip(("done", "total"), newest, strict=True)))]
             yield "result", computing.result()
         except Exception as error:
-            explain_lateness(error, self._request.state.timeout, self._engine, self._asked.model)
-            yield "error", [encode_problem(describe_error(error, self._request.state.request_id)).body]
+            self._exchange.explain(error)
+            yield "error", [encode_problem(describe_error(error, self._exchange.facts.request_id)).body]
             if not isinstance(error, LayertapError):  # for the log
                 raise
         finally:
@@ -115,4 +112,4 @@ class EventsResponse(Response):
     async def _compute_reply(self, on_progress: sweeping.OnProgress) -> Buffers:
         features = await self._compute(on_progress)
         options = EncodeOptions(self._asked.reply.encoding)
-        return await self._engine.run_in_thread(partial(json.encode, features, options), self._ticket.deadline)
+        return await self._exchange.engine.run_in_thread(partial(json.encode, features, options), self._ticket.deadline)

@@ -170,6 +170,8 @@ def test_names_that_lead_here(live: Live, host: str) -> None:
     assert exchanged(live, b"GET /models HTTP/1.1\r\nHost: %b\r\n" % host.encode(), END).status_code == 403
     for own in ("localhost", "127.0.0.1:80", "[::1]:8000", "LOCALHOST:1", "localhost."):
         assert live.client.get("/models", headers={"host": own}).status_code == 200
+    twice = b"GET /models HTTP/1.1\r\nHost: localhost\r\nHost: %b\r\n" % host.encode()
+    assert exchanged(live, twice, END).status_code == 403
 
 
 def test_names_and_origins(serve: Serve) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from layertap.service.formats.buffers import view_bytes
-from layertap.service.http.buffers_response import LARGE, PIECE, make_response
+from layertap.service.http.buffers_response import LARGE, PIECE, BuffersResponse
 from tests.service.conftest import Serve
 from tests.service.gated_server import connect, encode_request, wait_until
 from tests.service.queue_harness import gauges
@@ -35,7 +35,7 @@ def send_all(buffers: list[Any], look: Any = lambda message: None) -> list[Messa
     async def receive() -> Message:
         raise AssertionError("nothing is received")
 
-    response = make_response(buffers, {"x-layertap-fingerprint": "f00d"}, "application/x-npy")
+    response = BuffersResponse(buffers, {"x-layertap-fingerprint": "f00d"}, "application/x-npy")
     del buffers[:]
     asyncio.run(response({"type": "http", "method": "POST"}, receive, send))
     return messages

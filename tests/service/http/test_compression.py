@@ -40,7 +40,7 @@ ROWS = npy(np.random.default_rng(5).standard_normal((60, 3, 32, 32)).astype(np.f
 )
 def test_choice(accepted: str, coding: str | None) -> None:
     """The coding is the one that is welcome most, and none where none is asked for by its name."""
-    assert choose_coding(accepted) == coding
+    assert choose_coding(accepted.encode()) == coding
 
 
 ROUTES: dict[str, tuple[str, str, Json]] = {
