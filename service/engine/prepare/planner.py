@@ -44,12 +44,12 @@ from layertap.service.engine.prepare.predicted_rows import (
 from layertap.service.engine.prepared_request import NO_PLAN, PreparedRequest
 from layertap.service.engine.request import MAX_LAYERS, ExtractRequest, SentInputs
 from layertap.service.engine.rows import Rows, get_row_shapes
+from layertap.service.engine.threads import run_if_long
 from layertap.service.inputs.items import ArraysItem, InputItem, TextItem
 from layertap.service.schemas.base import read_field
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
-SHORT_NUMBERS = 2**17  # checking so many takes less than half a millisecond
 SMALL = 8  # pixels or tokens: axes no longer than this may have that size for any input
 GROWTH = 0.75  # of the growth of a row: borders and rounding take some of it
 Fingerprints = Mapping[str, str]  # of results, by key
@@ -305,8 +305,8 @@ class Planner:
         if tower.text is None:
             return None
         measure = partial(measure_lengths, rows, tower.text)
-        short = sum([value.numel() for value in rows.values()]) <= SHORT_NUMBERS
-        return measure() if short else await self._run_in_thread(measure, deadline)
+        numbers = sum([value.numel() for value in rows.values()])
+        return await run_if_long(self._run_in_thread, measure, deadline, checked_numbers=numbers)
 
     async def _resume(
         self, start: Selector, handle: ModelHandle, shapes: Shapes, catalog: Catalog, deadline: float
