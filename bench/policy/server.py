@@ -16,9 +16,8 @@ from bench.policy.rules import RETURN_S, Expected, Rule
 from layertap.service.engine.batch import CPU, Batch, Job
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.prepared_request import PreparedRequest
-from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.batcher import Batcher
-from layertap.service.engine.schedule.waiting import DecodeTask
+from layertap.service.engine.schedule.waiting import DeviceSlots, SlotWait
 from layertap.service.types import Priority
 
 MODEL = "model"
@@ -44,7 +43,7 @@ class SimulatedRequest:
 
 
 @dataclass(eq=False, kw_only=True)
-class Picture(DecodeTask):
+class Picture(SlotWait):
     """What is decoded for a request before it has a batch."""
 
     request: SimulatedRequest
@@ -145,7 +144,7 @@ class SimulatedServer:
         if self._rule.grows:
             self._enqueue(request)
         else:
-            self._batcher.add_decode(Picture(request.priority, request=request))
+            self._batcher.add_wait(Picture(request.priority, request=request))
         self._dispatch()
 
     def _end_decode(self, picture: Picture) -> None:

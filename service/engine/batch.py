@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -46,8 +47,8 @@ class Job:
     ``first_row``: the first row's number in the request. ``work_rows``: rows of all jobs of a request that queues a few
     at a time. ``joined`` collects the results of several forwards.
 
-    The batcher sets the times on its own clock; the job with the least ``due_at`` is first. ``taken_rows`` are in
-    batches already; ``slowdown``: measured seconds of its last batch, divided by the expected ones.
+    The batcher sets the times on its own clock; the job with the least ``due_at`` is first. ``waiting_rows`` are
+    in no batch yet; ``slowdown``: measured seconds of its last batch, divided by the expected ones.
 
     The rest is for the reply. ``faults``: of inputs that were left out. ``input_index`` is set if each input is a job
     of its own. ``tokens`` counts the tokens of its texts without padding. ``cut``: how many tokens each text was
@@ -65,7 +66,7 @@ class Job:
     work_rows: int = 0
     joined: JoinedRows | None = None
 
-    taken_rows: int = 0
+    waiting_rows: int = field(init=False)
     enqueued_at: float = 0.0
     due_at: float = 0.0
     slowdown: float = 1.0
@@ -78,6 +79,9 @@ class Job:
     warnings: tuple[str, ...] = ()
     plan_again: Callable[[CallCounts], Awaitable[Job]] | None = None
 
+    def __post_init__(self) -> None:
+        self.waiting_rows = self.rows
+
     def with_plan(self, **changes: Any) -> Job:
         """The same rows with other fields of its plan."""
         return replace(self, prepared=self.prepared.with_plan(**changes))
@@ -86,32 +90,6 @@ class Job:
     def plan(self) -> Plan:
         """What its forwards compute."""
         return self.prepared.spec.plan
-
-    @property
-    def waiting_rows(self) -> int:
-        """Rows that are in no batch yet."""
-        return self.rows - self.taken_rows
-
-    @property
-    def weight(self) -> float:
-        """The cost of one of its rows, relative to a row that passes all layers without captures."""
-        prepared, key = self.prepared, self.prepared.key
-        per_row, decoding = key.costs.per_row, key.decode_seconds
-        return (prepared.depth * per_row + decoding + prepared.captured_seconds) / (per_row + decoding)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it, or the planned work that it belongs to, needs more than one efficient forward."""
-        return max(self.rows, self.work_rows) > self.prepared.key.efficient_rows
-
-    @property
-    def yields(self) -> bool:
-        """Whether it gets small batches while small interactive jobs arrive, so that these do not wait long.
-
-        True of bulk and large jobs, unless the number of rows in a forward decides the bits of their results.
-        """
-        prepared = self.prepared
-        return (self.is_large or self.priority == "bulk") and not prepared.isolated and not prepared.key.pads
 
     @property
     def token_mask(self) -> Tensor | None:
@@ -131,23 +109,22 @@ class Job:
         return size
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RowSlice:
     """Rows ``start`` to ``stop`` of a job. Pickled, it holds only these rows and no fields for the reply."""
 
     job: Job
     start: int
     stop: int
+    rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = self.stop - self.start
 
     def __reduce__(self) -> tuple[Any, ...]:
         prepared = self.job.prepared
         rows = self.inputs, self.encoded, self.first_row
         return _make_slice, (prepared.key, prepared.spec, prepared.unsplittable, self.rows, *rows)
-
-    @property
-    def rows(self) -> int:
-        """The number of rows."""
-        return self.stop - self.start
 
     @property
     def inputs(self) -> Rows:
@@ -191,7 +168,7 @@ class Batch:
     ``slots``: how many slots of its ``device`` it takes; ``slots_alone``: how many one of its rows would take alone.
     ``depth``: that of its deepest request. ``seconds``: its expected duration. ``reason``: why it has these rows.
     ``padded_rows``: the number of rows that its forward is padded to. ``tries``: how often it ran alone and killed its
-    process.
+    process. ``rows`` are without padding. ``deadline``: the latest one of its jobs, on the clock of ``time.monotonic``.
     """
 
     key: BatchKey
@@ -204,16 +181,16 @@ class Batch:
     reason: BatchReason
     padded_rows: int | None = None
     tries: int = 0
+    rows: int = field(init=False, default=0)
+    deadline: float = field(init=False, default=-math.inf)
 
-    @property
-    def rows(self) -> int:
-        """The number of rows, without padding."""
-        return sum(row_slice.rows for row_slice in self.slices)
+    def __post_init__(self) -> None:
+        self._count(self.slices)
 
-    @property
-    def deadline(self) -> float:
-        """The latest deadline of its jobs, on the clock of ``time.monotonic``."""
-        return max(row_slice.job.deadline for row_slice in self.slices)
+    def grow(self, slices: Sequence[RowSlice]) -> None:
+        """Add slices to it."""
+        self.slices += tuple(slices)
+        self._count(slices)
 
     @property
     def unsplittable(self) -> bool:
@@ -222,10 +199,15 @@ class Batch:
 
     def take(self, slices: Sequence[RowSlice], tries: int = 0) -> Batch:
         """A batch of some of its slices."""
-        alone = sum(each.rows for each in slices) == 1
+        alone = sum(map(attrgetter("rows"), slices)) == 1
         return replace(
             self, slices=tuple(slices), slots=self.slots_alone if alone else self.slots, tries=tries, reason="isolated"
         )
+
+    def _count(self, slices: Sequence[RowSlice]) -> None:
+        for each in slices:
+            self.rows += each.rows
+            self.deadline = max(self.deadline, each.job.deadline)
 
 
 @dataclass(frozen=True)
@@ -287,4 +269,7 @@ class BatchResult:
     @property
     def decode_seconds(self) -> float:
         """How long decoding its pictures took."""
-        return sum(end - begin for begin, end in {result.decode for result in self.results})
+        seconds = 0.0
+        for begin, end in set(map(attrgetter("decode"), self.results)):
+            seconds += end - begin
+        return seconds

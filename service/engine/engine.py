@@ -202,7 +202,9 @@ class Engine:
             "model_state": {(entry.spec.name, entry.state): 1 for entry in entries},
             "model_hooks": {entry.spec.name: entry.model.hooks for entry in entries if entry.model is not None},
             "model_memory_bytes": {entry.spec.name: entry.memory_bytes for entry in entries if entry.model is not None},
-            "batch_ceiling_rows": {name: most for name, each in active.items() if (most := each.batch_keys.max_rows)},
+            "batch_ceiling_rows": {
+                name: most for name, each in active.items() if (most := batcher.get_max_rows(each.key))
+            },
             "model_admitted_rows": {name: handle.rows for name, handle in active.items()},
             "model_waiting_rows": {name: batcher.count_waiting_rows(handle.key) for name, handle in active.items()},
             "model_queue_seconds": {

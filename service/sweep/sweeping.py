@@ -162,7 +162,6 @@ class Edit:
             inputs={name: each.expand(self.count, *each.shape[1:]) for name, each in job.inputs.items()},
             rows=self.count,
             first_row=self.start,
-            taken_rows=0,
             joined=JoinedRows(self.count),
         )
 

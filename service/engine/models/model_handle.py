@@ -33,7 +33,7 @@ from layertap.service.engine.execute.executor import (
 )
 from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.engine.schedule.batch_keys import BatchKeys, Pace
-from layertap.service.engine.schedule.scheduler import Scheduler
+from layertap.service.engine.schedule.scheduler import ScheduledModel, Scheduler
 from layertap.service.errors import UnavailableError, unloading_error
 from layertap.service.settings import Settings
 
@@ -301,7 +301,8 @@ class ModelHandle:
             parallel = sum(device == CPU for device in executor.devices) or len(set(executor.devices))
             self.pace = Pace(model, key, len(executor.devices), parallel)
             note_crossing = partial(self._note_crossing, model)
-            self._scheduler.add_model(self.key, self.name, executor, self.pace, self.notify, note_crossing)
+            scheduled = ScheduledModel(self.key, self.name, executor, self.pace, self.notify, note_crossing)
+            self._scheduler.add_model(scheduled)
             if key.padded_rows is not None:
                 await self._try_padding(key.padded_rows)
         except BaseException:

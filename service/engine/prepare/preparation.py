@@ -23,7 +23,6 @@ from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.prepare.planner import PlannedRequest
 from layertap.service.engine.prepared_request import ForwardSpec, PreparedRequest
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.schedule.batch_formation import are_few_rows
 from layertap.service.inputs.items import ImageItem
 
 PAIRS = "some ids look like pairs, by their separators: all token types are 0 here, those of second texts too"
@@ -59,8 +58,9 @@ def prepare_encoded(
     if not known or not planned.handle.executor.decodes_batches or not 0 < len(pictures) == planned.rows:
         return None
     prepared = prepare(planned, check=True)
-    asked = planned.request
-    side_by_side = not asked.decode_with_batch if prepared.isolated else are_few_rows(prepared.key, planned.rows)
+    asked, key = planned.request, prepared.key
+    few = planned.rows <= key.count_few_rows(key.padded_rows)
+    side_by_side = not asked.decode_with_batch if prepared.isolated else few
     if planned.rows > 1 and side_by_side:
         return None
     if planned.is_kept and planned.catalog.traits.deterministic:

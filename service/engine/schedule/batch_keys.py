@@ -14,7 +14,8 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import HookPoint
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch import Batch
-from layertap.service.engine.batch_key import SMOOTHING, BatchKey
+from layertap.service.engine.batch_key import BatchKey
+from layertap.service.engine.schedule.waiting import SMOOTHING
 from layertap.service.settings import Settings
 
 MAX_KEYS = 8 * MAX_CATALOGS  # without and with graphs, from the input or from a layer, compiled
@@ -58,16 +59,9 @@ class BatchKeys:
         return key
 
     def limit_to_one_row(self) -> None:
-        """Have forwards of one row from now on, also of rows that wait."""
+        """Have forwards of one row from now on; the batcher limits those of keys that are in use."""
         self._crosses_rows = True
-        for _, key in self._keys.values():
-            key.max_rows = key.fitting_rows = 1
-            key.pads = False
-
-    @property
-    def max_rows(self) -> int:
-        """The most rows of a forward, for the shape that was used last; 0 before the first use."""
-        return next((key.fitting_rows for _, key in reversed(self._keys.values())), 0)
+        self._keys = LRUCache(MAX_KEYS)
 
     def create(self, catalog: Catalog, costs: Costs, alone: bool) -> BatchKey:
         """A new key; ``alone``: its forwards have one row."""
@@ -88,7 +82,7 @@ class BatchKeys:
 
 
 class Pace:
-    """The device time of one row of a model: a mean of recent batches."""
+    """The device time of one row of a model, ``seconds_per_row``: a mean of recent batches."""
 
     def __init__(self, model: ModelInfo, key: BatchKey, replicas: int, parallel: int) -> None:
         """``key``: for the configured shape; ``parallel`` replicas compute side by side."""
@@ -99,11 +93,7 @@ class Pace:
         self._alone = costs.estimate_seconds(1)
         self._batch_seconds = self._alone / self._parallel
         self._decode_seconds = 0.0
-
-    @property
-    def seconds_per_row(self) -> float:
-        """The seconds of device time that a row takes."""
-        return self._batch_seconds + self._decode_seconds
+        self.seconds_per_row = self._batch_seconds
 
     def estimate_seconds(self, seconds: float) -> float:
         """Current device time of forwards that took ``seconds`` one by one when the model was loaded."""
@@ -123,12 +113,14 @@ class Pace:
         spent = seconds / min(parallel, self._replicas) / batch.rows / weight
         self._batch_seconds += SMOOTHING * (spent - self._batch_seconds)
         if decoded:
-            self.add_decode(0.0, batch.rows)
+            self._decode_seconds -= SMOOTHING * self._decode_seconds
+        self.seconds_per_row = self._batch_seconds + self._decode_seconds
 
     def add_decode(self, seconds: float, rows: int) -> None:
         """Note how long all slots of the CPU took to decode so many rows."""
         if rows:
             self._decode_seconds += SMOOTHING * (seconds / rows - self._decode_seconds)
+            self.seconds_per_row = self._batch_seconds + self._decode_seconds
 
 
 def _measure_max_bytes(devices: Sequence[str], replicas: int, settings: Settings) -> int:

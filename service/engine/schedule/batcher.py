@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 
 from layertap.service.engine.batch import CPU, Batch, Job, RowSlice
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.schedule.batch_formation import (
-    DeviceSlots,
-    DeviceState,
     choose_joining,
     count_parallel,
     count_slots,
@@ -24,45 +23,22 @@ from layertap.service.engine.schedule.batch_formation import (
     find_batch_reason,
     form_batch,
 )
-from layertap.service.engine.schedule.waiting import DecodeTask, WaitingEntries, WaitingJobs, is_deferred
+from layertap.service.engine.schedule.waiting import (
+    SMOOTHING,
+    BatchQueue,
+    DeviceSlots,
+    ModelState,
+    SlotWait,
+    WaitingEntries,
+    is_deferred,
+)
 
 Clock = Callable[[], float]
 IdleReplicas = Mapping[str, Mapping[str, int]]  # by model, then by device
 TURN_FACTOR = 4.0  # a large job lets others pass for so many times as long as its last batch took
 MAX_WAIT_IN_FORWARDS = 2.0  # a job is ready after waiting as long as so many efficient forwards take
-
-
-class FairShare:
-    """The slot seconds that each model has used; the model that used least goes first.
-
-    ``used_seconds`` are for comparison, not totals: a model that was idle begins at the level of the models that kept
-    its device busy meanwhile, so that it neither saves up time nor pays for time that no other model wanted. This is
-    start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with a batch's expected seconds when it starts and
-    its measured ones when it ends.
-    """
-
-    def __init__(self) -> None:
-        self.used_seconds: dict[str, float] = {}
-        self._device_seconds: dict[str, float] = {}  # the most that a model had used when it started a batch
-
-    def join(self, model: str, devices: Sequence[str]) -> None:
-        """Begin to count a model of which nothing waits or runs, at the level of its least used device."""
-        device_seconds = min(self._device_seconds.get(device, 0.0) for device in devices)
-        self.used_seconds[model] = max(self.used_seconds.get(model, 0.0), device_seconds)
-
-    def start(self, batch: Batch) -> None:
-        """Add the expected seconds of a batch that starts."""
-        model, device = batch.key.model, batch.device
-        self._device_seconds[device] = max(self._device_seconds.get(device, 0.0), self.used_seconds[model])
-        self.add(batch, batch.seconds * batch.slots)
-
-    def add(self, batch: Batch, seconds: float) -> None:
-        """Add slot seconds to the used time of a batch's model."""
-        self.used_seconds[batch.key.model] += seconds
-
-    def remove(self, model: str) -> None:
-        """Forget a model."""
-        self.used_seconds.pop(model, None)
+MODEL, USED_SECONDS, SMALL_CAME_AT = attrgetter("model"), attrgetter("used_seconds"), attrgetter("small_came_at")
+MAX_QUEUES = 1024  # of keys without waiting or running rows, with what their batches showed
 
 
 class Batcher:
@@ -76,22 +52,21 @@ class Batcher:
     def __init__(self, devices: Mapping[str, DeviceSlots], clock: Clock, bulk_delay: float = 5.0) -> None:
         self._clock = clock
         self._bulk_delay = bulk_delay
-        self._devices = dict(devices)
-        self._free_slots = {name: device.slots for name, device in devices.items()}
-        self._waiting: dict[BatchKey, WaitingJobs] = {}  # no entry is empty
-        self._waiting_decodes = WaitingEntries[DecodeTask]()
-        self._running_rows: dict[BatchKey, int] = {}  # no entry is 0
-        self._running_decodes = 0
-        self._small_came_at: dict[str, float] = {}  # by device: the arrival of its last small interactive job
+        self._devices: dict[str, DeviceSlots] = {}
+        self._models: dict[str, ModelState] = {}
+        self._queues: dict[BatchKey, BatchQueue] = {}
+        self._waiting: dict[BatchKey, BatchQueue] = {}  # those with waiting rows
+        self._slot_waits = WaitingEntries[SlotWait]()
+        self._running_waits = 0
         self._again: list[Batch] = []  # batches to run once more
-        self._fair_share = FairShare()
+        for name, device in devices.items():
+            self.add_device(name, device)
 
     # Devices and limits
 
     def add_device(self, name: str, device: DeviceSlots) -> None:
         """Add a device, if it is not there yet."""
-        if name not in self._devices:
-            self._devices[name], self._free_slots[name] = device, device.slots
+        self._devices.setdefault(name, DeviceSlots(device.slots, device.parallel, name))
 
     def count_slots(self) -> dict[str, int]:
         """The slots of each device; any thread may ask."""
@@ -99,42 +74,70 @@ class Batcher:
 
     def count_parallel_batches(self, devices: Sequence[str], slots: int) -> int:
         """How many batches of so many slots these devices compute at the same time."""
-        known = [self._devices[name] for name in devices]
-        return sum(device.slots // slots if device.parallel else 1 for device in known)
+        batches = 0
+        for name in devices:
+            batches += self._devices[name].slots // slots if self._devices[name].parallel else 1
+        return batches
 
     def reduce_max_rows(self, key: BatchKey, rows: int) -> None:
         """A forward of so many rows ran out of memory: batches of its key are smaller for a while."""
-        key.reduce_rows(rows, self._clock())
+        self.get_queue(key).reduce_rows(rows, self._clock())
+
+    def limit_to_one_row(self, model: str) -> None:
+        """Have forwards of one row of a model from now on, also of rows that wait."""
+        self._get_model(model).max_rows = 1
+        for queue in self._queues.values():
+            if queue.key.model == model:
+                queue.limit_rows()
+
+    def get_max_rows(self, model: str) -> int:
+        """The most rows of a model's next forward, for the newest job's key; 0 before the first. Any thread may ask."""
+        state = self._models.get(model)
+        queue = self._queues.get(state.newest) if state is not None and state.newest is not None else None
+        return 0 if queue is None else queue.fitting_rows
+
+    def get_queue(self, key: BatchKey) -> BatchQueue:
+        """The queue of a key, made if missing."""
+        if key not in self._queues:
+            if len(self._queues) >= MAX_QUEUES:
+                used = [queue for queue in self._queues.values() if queue.waiting_rows or queue.running_rows]
+                self._queues = {queue.key: queue for queue in used}
+            devices = [self._devices[name] for name in key.devices]
+            self._queues[key] = BatchQueue(key, self._get_model(key.model), devices)
+        return self._queues[key]
 
     # What waits
 
     def add(self, job: Job) -> None:
         """Add a job."""
-        key = job.prepared.key
-        keys = (*self._waiting, *self._running_rows, *(batch.key for batch in self._again))
-        if all(each.model != key.model for each in keys):
-            self._fair_share.join(key.model, key.devices)
+        queue = self.get_queue(job.prepared.key)
+        key, model = queue.key, queue.model
+        if not (model.running_rows or self.count_waiting_rows(key.model)):
+            model.used_seconds = max(model.used_seconds, min(map(USED_SECONDS, queue.devices)))
         self._set_arrival(job)
-        if job.priority == "interactive" and not job.is_large:
-            self._small_came_at.update(dict.fromkeys(key.devices, job.enqueued_at))
-        self._waiting.setdefault(key, WaitingJobs()).add(job)
+        if job.priority == "interactive" and not queue.is_large(job):
+            for device in queue.devices:
+                device.small_came_at = job.enqueued_at
+        queue.add(job)
+        self._waiting[key], model.newest = queue, key
 
     def remove(self, job: Job) -> None:
         """Remove the rows of a job that are in no batch."""
-        rest = [(batch, [each for each in batch.slices if each.job is not job]) for batch in self._again]
-        self._again = [batch.take(slices, batch.tries) for batch, slices in rest if slices]
-        if job.prepared.key in self._waiting:
-            self._waiting[job.prepared.key].remove(job)
-            self._forget_if_empty(job.prepared.key)
+        if self._again:
+            rest = [(batch, [each for each in batch.slices if each.job is not job]) for batch in self._again]
+            self._again = [batch.take(slices, batch.tries) for batch, slices in rest if slices]
+        queue = self._waiting.get(job.prepared.key)
+        if queue is not None and queue.remove(job) and not queue.waiting_rows:
+            del self._waiting[queue.key]
 
-    def add_decode(self, task: DecodeTask) -> None:
-        """Add a picture to decode."""
-        self._set_arrival(task)
-        self._waiting_decodes.add(task)
+    def add_wait(self, wait: SlotWait) -> None:
+        """Add a wait for a slot of the CPU."""
+        self._set_arrival(wait)
+        self._slot_waits.add(wait)
 
-    def remove_decode(self, task: DecodeTask) -> None:
-        """Remove a picture, unless its decoding has begun."""
-        self._waiting_decodes.remove(task)
+    def remove_wait(self, wait: SlotWait) -> bool:
+        """Remove a wait for a slot; returns False if it has got one."""
+        return self._slot_waits.remove(wait)
 
     def add_again(self, batch: Batch) -> None:
         """Add a batch that has to run once more: it starts before all waiting jobs."""
@@ -142,170 +145,190 @@ class Batcher:
 
     def remove_model(self, model: str) -> None:
         """Forget a model without waiting or running rows."""
-        self._fair_share.remove(model)
-        for key in [key for key in self._waiting if key.model == model]:
-            del self._waiting[key]  # jobs past their deadline may still be here
+        self._models.pop(model, None)
+        for queues in (self._queues, self._waiting):  # jobs past their deadline may still wait
+            for key in [key for key in queues if key.model == model]:
+                del queues[key]
         self._again = [batch for batch in self._again if batch.key.model != model]
 
     def count_waiting_rows(self, model: str) -> int:
         """The rows of a model that are in no running batch; any thread may ask."""
-        again = sum(batch.rows for batch in list(self._again) if batch.key.model == model)
-        return again + sum(waiting.rows for key, waiting in list(self._waiting.items()) if key.model == model)
+        rows = 0
+        for queue in list(self._waiting.values()):
+            if queue.key.model == model:
+                rows += queue.waiting_rows
+        for batch in self._again:
+            if batch.key.model == model:
+                rows += batch.rows
+        return rows
+
+    def find_waiting_models(self) -> set[str]:
+        """The models with waiting rows."""
+        models = set(map(MODEL, self._waiting))
+        return models.union(map(attrgetter("key.model"), self._again)) if self._again else models
 
     # What starts
 
-    def start_next(self, idle_replicas: IdleReplicas) -> Batch | DecodeTask | None:
-        """Start the next batch or decode task; None if nothing can start now.
+    def start_next(self, idle_replicas: IdleReplicas) -> Batch | SlotWait | None:
+        """Start the next batch or give the next wait a slot; None if nothing can start now.
 
         ``idle_replicas``: the replicas that can run a batch, by model and device.
         """
+        waits = self._slot_waits
+        if not (self._waiting or self._again or waits.waiting_rows):
+            return None
         now = self._clock()
         reserved: set[str] = set()  # devices whose slots are kept free for a batch that needs more than there are
-        if (again := self._take_again(idle_replicas, reserved, now)) is not None:
-            return self._begin(again)
-        jobs, task = self._list_first_jobs(idle_replicas, now), self._find_first_decode(now)
-        if task is not None and not any(self._precedes(job, task, now) for job in jobs):
+        if self._again and (again := self._take_again(idle_replicas, reserved, now)) is not None:
+            return self._begin(self.get_queue(again.key), again, self._devices[again.device])
+        jobs = self._list_first_jobs(idle_replicas, now)
+        wait = self._find_first_wait(now) if waits.waiting_rows else None
+        if wait is not None and not any(self._precedes(job, wait, now) for job in jobs):
             jobs = [job for job in jobs if CPU not in job.prepared.key.devices]
         for job in jobs:
-            key = job.prepared.key
-            state = self._find_device(job, idle_replicas[key.model], reserved, now)
-            if state is None:
+            queue = self._waiting[job.prepared.key]
+            device, parallel = self._find_device(queue, job, idle_replicas[queue.key.model], reserved, now)
+            if device is None:
                 continue
-            key.try_more_rows(now)
-            candidates = self._waiting[key].list_candidates(now)
-            batch = form_batch(candidates, state, self._limit_yielding_rows(candidates, now))
+            if queue.fitting_rows < queue.max_rows:
+                queue.try_more_rows(now)
+            candidates = queue.list_first(now)
+            yielding_rows = self._limit_yielding_rows(queue, candidates, now)
+            batch = form_batch(queue, candidates, device, parallel, yielding_rows)
             if batch is not None:
-                self._take(batch.slices, batch.device, now)
-                self._forget_if_empty(key)
-                return self._begin(batch)
-            if now - job.enqueued_at > key.costs.estimate_seconds(1):  # others have passed it for long enough
-                reserved.add(state.name)
-        if task is not None and CPU not in reserved:
-            self._waiting_decodes.remove(task)
-            self._free_slots[CPU] -= 1
-            self._running_decodes += 1
-            return task
+                self._take(queue, batch.slices, device, now)
+                return self._begin(queue, batch, device)
+            if now - job.enqueued_at > queue.key.costs.estimate_seconds(1):  # others have passed it for long enough
+                reserved.add(device.name)
+        if wait is not None and CPU not in reserved:
+            waits.remove(wait)
+            self._devices[CPU].free -= 1
+            self._running_waits += 1
+            return wait
         return None
 
-    def extend(self, batch: Batch) -> tuple[RowSlice, ...]:
+    def extend(self, batch: Batch) -> Sequence[RowSlice]:
         """Add waiting rows to a batch whose forward has not begun; returns their slices."""
-        waiting = self._waiting.get(batch.key)
-        if waiting is None:
+        queue = self._waiting.get(batch.key)
+        if queue is None:
             return ()
         now, device = self._clock(), self._devices[batch.device]
-        candidates = waiting.list_candidates(now)
-        yielding_rows = self._limit_yielding_rows([each.job for each in batch.slices] + candidates, now)
-        joining = choose_joining(batch, candidates, device, self._running_rows[batch.key], yielding_rows)
-        self._take(joining, batch.device, now)
-        self._forget_if_empty(batch.key)
+        candidates = queue.list_first(now)
+        yielding_rows = self._limit_yielding_rows(queue, [each.job for each in batch.slices] + candidates, now)
+        joining = choose_joining(queue, batch, candidates, device, yielding_rows)
+        self._take(queue, joining, device, now)
         if joining:
-            slots, seconds = batch.slots, batch.seconds
-            batch.slices += joining
-            batch.slots = count_slots(batch.key, batch.rows, device)
-            batch.seconds = estimate_seconds(batch.slices)
+            rows, slots, seconds = batch.rows, batch.slots, batch.seconds
+            batch.grow(joining)
+            batch.slots = count_slots(queue, batch.rows, device)
+            batch.seconds = estimate_seconds(queue, batch.slices)
             batch.reason = find_batch_reason(batch.slices, left_out=0)
-            self._running_rows[batch.key] += sum(each.rows for each in joining)
-            self._free_slots[batch.device] += slots - batch.slots
-            self._fair_share.add(batch, batch.seconds * batch.slots - seconds * slots)
+            queue.running_rows += batch.rows - rows
+            queue.model.running_rows += batch.rows - rows
+            device.free += slots - batch.slots
+            queue.model.used_seconds += batch.seconds * batch.slots - seconds * slots
         return joining
 
-    def finish(self, task: Batch | DecodeTask, seconds: float, decode_seconds: float = 0.0) -> None:
-        """A batch or decode task has ended after so many seconds: free its slots.
+    def finish(self, task: Batch | SlotWait, seconds: float, decode_seconds: float = 0.0) -> None:
+        """A batch, or the work in a slot of the CPU, has ended after so many seconds: free its slots.
 
         ``decode_seconds``: the part of them in which the batch decoded pictures.
         """
-        if isinstance(task, DecodeTask):
-            self._free_slots[CPU] += 1
-            self._running_decodes -= 1
-        else:
-            self._free_slots[task.device] += task.slots
-            self._running_rows[task.key] -= task.rows
-            if not self._running_rows[task.key]:
-                del self._running_rows[task.key]
-            self._fair_share.add(task, (seconds - task.seconds) * task.slots)  # measured, not expected
-            task.key.note_decode_seconds(decode_seconds / task.rows)
-            for row_slice in task.slices:
-                row_slice.job.slowdown = seconds / task.seconds if task.seconds else 1.0
+        if isinstance(task, SlotWait):
+            self._devices[CPU].free += 1
+            self._running_waits -= 1
+            return
+        queue = self._queues[task.key]
+        self._devices[task.device].free += task.slots
+        queue.running_rows -= task.rows
+        queue.model.running_rows -= task.rows
+        queue.model.used_seconds += (seconds - task.seconds) * task.slots  # measured, not expected
+        queue.decode_seconds += SMOOTHING * (decode_seconds / task.rows - queue.decode_seconds)
+        for row_slice in task.slices:
+            row_slice.job.slowdown = seconds / task.seconds if task.seconds else 1.0
 
     # In which order
 
     def _list_first_jobs(self, idle_replicas: IdleReplicas, now: float) -> list[Job]:
-        """The first job of each key that has a free device, sorted.
+        """The first job of each key that has a device with a free slot and an idle replica of the model, sorted.
 
         Interactive jobs come before bulk; then the model with the least used time; then the earliest due time.
         """
         jobs = []
-        for key, waiting in list(self._waiting.items()):
-            if self._list_free_devices(key, idle_replicas.get(key.model, {})):
-                job = waiting.find_first(now)
-                self._forget_if_empty(key)
-                if job is not None:
-                    jobs.append(job)
+        for key, queue in list(self._waiting.items()):
+            idle = idle_replicas.get(key.model, {})
+            for device in queue.devices:
+                if device.free > 0 and idle.get(device.name, 0) > 0:
+                    if (job := queue.find_first(now)) is not None:
+                        jobs.append(job)
+                    else:
+                        del self._waiting[key]
+                    break
 
         def order(job: Job) -> tuple[bool, float, float]:
-            return is_deferred(job, now), self._fair_share.used_seconds[job.prepared.key.model], job.due_at
+            return is_deferred(job, now), self._models[job.prepared.key.model].used_seconds, job.due_at
 
-        return sorted(jobs, key=order)
+        return sorted(jobs, key=order) if len(jobs) > 1 else jobs
 
-    def _find_first_decode(self, now: float) -> DecodeTask | None:
-        """The picture to decode next, if the CPU has a slot for it; if batches have all slots, one more is lent.
+    def _find_first_wait(self, now: float) -> SlotWait | None:
+        """The wait that gets a slot of the CPU next, if one is free; if batches have all slots, one more is lent.
 
         So a bad picture is refused at once, and a good one is ready for the next batch, however long forwards take.
         """
-        lent_slots = 0 if self._running_decodes else 1
-        if CPU not in self._devices or self._free_slots[CPU] + lent_slots <= 0:
+        cpu = self._devices.get(CPU)
+        if cpu is None or cpu.free + (not self._running_waits) <= 0:
             return None
-        return self._waiting_decodes.find_first(now)
+        return self._slot_waits.find_first(now)
 
-    def _precedes(self, job: Job, task: DecodeTask, now: float) -> bool:
-        """Whether a job on the CPU goes before a picture: more urgent, or as urgent, ready and not much newer."""
+    def _precedes(self, job: Job, wait: SlotWait, now: float) -> bool:
+        """Whether a job on the CPU goes before a wait: more urgent, or as urgent, ready and not much newer."""
         if CPU not in job.prepared.key.devices:
             return False
-        if is_deferred(job, now) != (task_is_deferred := is_deferred(task, now)):
-            return task_is_deferred
-        return self._is_ready(job, now) and job.due_at <= task.due_at + self._bulk_delay
+        if is_deferred(job, now) != (wait_is_deferred := is_deferred(wait, now)):
+            return wait_is_deferred
+        return job.due_at <= wait.due_at + self._bulk_delay and self._is_ready(
+            self._waiting[job.prepared.key], job, now
+        )
 
     # What may start
 
     def _find_device(
-        self, job: Job, idle_replicas: Mapping[str, int], reserved: Collection[str], now: float
-    ) -> DeviceState | None:
-        """The device on which a batch of the job's key may start; of several the one with most free slots."""
-        free = self._list_free_devices(job.prepared.key, idle_replicas)
-        may_start = [name for name in free if name not in reserved and self._may_start_on_device(name, job, now)]
-        if not may_start:
-            return None
-        name = max(may_start, key=self._free_slots.__getitem__)  # of equals the first
-        return DeviceState(name, self._devices[name], self._free_slots[name], idle_replicas[name], len(may_start))
+        self, queue: BatchQueue, job: Job, idle_replicas: Mapping[str, int], reserved: Collection[str], now: float
+    ) -> tuple[DeviceSlots | None, int]:
+        """The device on which a batch of the queue may start, and how many could start side by side.
 
-    def _list_free_devices(self, key: BatchKey, idle_replicas: Mapping[str, int]) -> list[str]:
-        """The devices of a key that have a free slot and an idle replica of the model."""
-        return [name for name in key.devices if self._free_slots[name] > 0 and idle_replicas.get(name, 0) > 0]
+        Of several devices it is the first one with most free slots. Where batches only overlap, one starts beside
+        others once it is ready.
+        """
+        best, count = None, 0
+        for device in queue.devices:
+            if device.free <= 0 or idle_replicas.get(device.name, 0) <= 0 or device.name in reserved:
+                continue
+            if device.parallel or device.free == device.slots or self._is_ready(queue, job, now):
+                best, count = device if best is None or device.free > best.free else best, count + 1
+        if best is not None and best.parallel:
+            count *= min(best.free // queue.key.slots, idle_replicas[best.name])
+        return best, count
 
-    def _may_start_on_device(self, name: str, job: Job, now: float) -> bool:
-        """Whether a batch may start beside those of a device; if batches only overlap there, it has to be ready."""
-        device = self._devices[name]
-        return device.parallel or self._free_slots[name] == device.slots or self._is_ready(job, now)
-
-    def _is_ready(self, job: Job, now: float) -> bool:
+    def _is_ready(self, queue: BatchQueue, job: Job, now: float) -> bool:
         """Whether a forward that begins with this job is worth its start now, though more rows may come."""
-        key = job.prepared.key
-        rows = key.efficient_rows
-        if self._waiting[key].rows >= rows:
+        rows = queue.efficient_rows
+        if queue.waiting_rows >= rows:
             return True
-        return now - job.enqueued_at >= MAX_WAIT_IN_FORWARDS * key.estimate_seconds(rows, job.prepared.depth)
+        return now - job.enqueued_at >= MAX_WAIT_IN_FORWARDS * queue.estimate_seconds(rows, job.prepared.depth)
 
-    def _limit_yielding_rows(self, jobs: Sequence[Job], now: float) -> float:
+    def _limit_yielding_rows(self, queue: BatchQueue, jobs: Sequence[Job], now: float) -> float:
         """The most rows, by weight, of yielding jobs in a batch that is chosen from these jobs.
 
         If a small interactive job arrived recently, the batch takes no longer than an efficient one without
         captures, and is a short one if all these jobs are bulk.
         """
-        key = jobs[0].prepared.key
-        came_at = max(self._small_came_at.get(name, -math.inf) for name in key.devices)
-        if now - came_at >= self._bulk_delay:
+        if now - max(map(SMALL_CAME_AT, queue.devices)) >= self._bulk_delay:
             return math.inf
-        return key.efficient_rows if any(job.priority == "interactive" for job in jobs) else key.short_rows
+        for job in jobs:
+            if job.priority == "interactive":
+                return queue.efficient_rows
+        return queue.count_short_rows()
 
     def _take_again(self, idle_replicas: IdleReplicas, reserved: set[str], now: float) -> Batch | None:
         """The first batch to run once more that may start; a device without enough free slots for one is reserved."""
@@ -313,7 +336,7 @@ class Batcher:
         for batch in self._again:
             if not idle_replicas.get(batch.key.model, {}).get(batch.device, 0):
                 continue
-            if batch.slots <= self._free_slots[batch.device]:
+            if batch.slots <= self._devices[batch.device].free:
                 self._again.remove(batch)
                 return batch
             reserved.add(batch.device)
@@ -321,26 +344,29 @@ class Batcher:
 
     # Starting it
 
-    def _begin(self, batch: Batch) -> Batch:
-        self._free_slots[batch.device] -= batch.slots
-        self._running_rows[batch.key] = self._running_rows.get(batch.key, 0) + batch.rows
-        self._fair_share.start(batch)
+    def _begin(self, queue: BatchQueue, batch: Batch, device: DeviceSlots) -> Batch:
+        model, device.free = queue.model, device.free - batch.slots
+        queue.running_rows += batch.rows
+        model.running_rows += batch.rows
+        device.used_seconds = max(device.used_seconds, model.used_seconds)
+        model.used_seconds += batch.seconds * batch.slots
         return batch
 
-    def _take(self, slices: Sequence[RowSlice], device: str, now: float) -> None:
+    def _take(self, queue: BatchQueue, slices: Sequence[RowSlice], device: DeviceSlots, now: float) -> None:
         """Take rows for a batch; the rest of a large job is due later, so that others can pass it."""
         for row_slice in slices:
             job, due_at = row_slice.job, row_slice.job.due_at
-            if job.is_large:
-                seconds = job.slowdown * estimate_seconds([row_slice])
-                parallel = count_parallel(job.prepared.key, self._devices[device])
+            if row_slice.stop < job.rows and queue.is_large(job):
+                seconds = job.slowdown * estimate_seconds(queue, [row_slice])
+                parallel = count_parallel(queue.key, device)
                 due_at = max(due_at, min(due_at, now) + TURN_FACTOR * seconds / parallel)
-            self._waiting[job.prepared.key].take(row_slice, due_at)
+            queue.take(row_slice, due_at)
+        if not queue.waiting_rows:
+            del self._waiting[queue.key]
 
-    def _set_arrival(self, entry: Job | DecodeTask) -> None:
+    def _set_arrival(self, entry: Job | SlotWait) -> None:
         entry.enqueued_at = self._clock()
         entry.due_at = entry.enqueued_at + (self._bulk_delay if entry.priority == "bulk" else 0.0)
 
-    def _forget_if_empty(self, key: BatchKey) -> None:
-        if not self._waiting[key]:
-            del self._waiting[key]
+    def _get_model(self, model: str) -> ModelState:
+        return self._models.setdefault(model, ModelState())

@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Job, Results, RowSlice, SliceResult
-from layertap.service.engine.deadline import deadline_error, wait_until
+from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Job, Results, SliceResult
+from layertap.service.engine.deadline import expire_at
 from layertap.service.engine.execute.batch_runner import refuse
 from layertap.service.engine.execute.executor import Executor, ModelFunction
 from layertap.service.engine.execute.threads import wrap_error
 from layertap.service.engine.rows import ItemAttempts, count_rows
-from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.batch_keys import Pace
 from layertap.service.engine.schedule.batcher import Batcher, Clock
-from layertap.service.engine.schedule.waiting import DecodeTask
+from layertap.service.engine.schedule.waiting import DeviceSlots, SlotWait
 from layertap.service.errors import failure_error, unloading_error
 from layertap.service.inputs.items import LocalItem
 from layertap.service.metrics import Metrics
@@ -29,17 +29,17 @@ from layertap.service.timings import Span
 from layertap.service.types import Priority
 
 T = TypeVar("T")
-LONGEST_S = 86_400.0  # a timer can't be infinite
 EARLY_S = 0.05  # event loop timers may end so much too soon, because its clock has milliseconds
 log = logging.getLogger("layertap")
 
 
 @dataclass(eq=False)
 class ScheduledModel:
-    """A model that takes batches; ``busy`` counts its running tasks, ``on_idle`` is called when it has none.
+    """A model that takes batches; ``key`` is unique to this loaded version.
 
-    ``on_crossing`` is called when its rows turn out to affect each other, with the layer that showed it and the number
-    of ``shared_answers`` before. ``make_error`` is set while the model can't be asked.
+    ``busy`` counts its running batches and functions, ``on_idle`` is called when it has none. ``on_crossing`` is called
+    when its rows turn out to affect each other, with the layer that showed it and the number of ``shared_answers``
+    before. ``make_error`` is set while the model can't be asked.
     """
 
     key: str
@@ -53,25 +53,14 @@ class ScheduledModel:
     make_error: Callable[[], Exception] | None = None
 
 
-@dataclass(eq=False, kw_only=True)
-class Turn(DecodeTask):
-    """A wait for a slot of the CPU; ``begun`` is set once it has one."""
-
-    begun: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
 class InFlight:
-    """The jobs of a request that wait or run; ``answer`` gets the results of each job.
-
-    ``started``: a batch with some of them has begun.
-    """
+    """The jobs of a request that wait or run; ``answer`` gets the results of each job."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = jobs
         self.answer: asyncio.Future[list[Results]] = asyncio.get_running_loop().create_future()
-        self.started = False
         self._submitted = time.perf_counter()
-        self._missing = sum(job.rows for job in jobs)
+        self._missing = sum(map(attrgetter("rows"), jobs))
         self._results: dict[Job, Results] = {}
         self._parts: list[SliceResult] = []
 
@@ -88,28 +77,26 @@ class InFlight:
         self._results[job] = outcome
         self._missing -= result.stop - result.start
         if not self._missing and not self.answer.done():
-            self.answer.set_result([self._results[each] for each in self.jobs])
+            self.answer.set_result(list(map(self._results.__getitem__, self.jobs)))
 
     def fail(self, error: Exception) -> None:
         """Set the answer to an error, if there is none yet."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
-    def expire(self) -> None:
-        """Set the answer to DeadlineError, if there is none yet."""
-        self.fail(deadline_error())
-
-    def record(self) -> None:
-        """Add the duration of each step to the request's timings."""
-        timings, parts = self.jobs[0].timings, self._parts
-        spans: list[Span] = []
-        for part in parts:
+    def record(self) -> bool:
+        """Add the duration of each step to the request's timings; returns whether a forward of it began."""
+        timings, spans = self.jobs[0].timings, list[Span]()
+        for part in self._parts:
             spans += (("decode", *part.decode, 0), ("forward", *part.forward, part.rows), ("copy", *part.copy, 0))
             timings.facts.batch_rows = max(timings.facts.batch_rows, part.rows)
-        if parts:
+        if spans:
             timings.add_parts(self._submitted, spans)
-        elif not self.started:
-            timings.add_span("queue", self._submitted, time.perf_counter())
+            return True
+        if any(job.waiting_rows < job.rows for job in self.jobs):
+            return True
+        timings.add_span("queue", self._submitted, time.perf_counter())
+        return False
 
 
 class Scheduler:
@@ -136,22 +123,15 @@ class Scheduler:
         self.batcher = Batcher({CPU: DeviceSlots(slots)}, clock)
         self._models: dict[str, ScheduledModel] = {}
         self._in_flight: dict[Job, InFlight] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()  # the loop itself keeps no reference
+        self._noted: set[str] = set()  # models whose executors know that rows of theirs wait
 
-    def add_model(
-        self,
-        key: str,
-        name: str,
-        executor: Executor,
-        pace: Pace,
-        on_idle: Callable[[], None],
-        on_crossing: Callable[[str, int], None] = lambda layer, shared_answers: None,
-    ) -> None:
-        """Start scheduling batches of a model; ``key`` is unique to this loaded version."""
-        self._models[key] = ScheduledModel(key, name, executor, pace, on_idle, on_crossing)
-        for device in set(executor.devices) - {CPU}:
+    def add_model(self, model: ScheduledModel) -> None:
+        """Start scheduling batches of a model."""
+        self._models[model.key] = model
+        for device in set(model.executor.devices) - {CPU}:
             self.batcher.add_device(device, DeviceSlots(self._gpu_streams, parallel=False))
-        executor.start(self._dispatch)
+        model.executor.start(self._dispatch)
         self._dispatch()
 
     def remove_model(self, key: str) -> None:
@@ -187,27 +167,27 @@ class Scheduler:
         """
         if self.failure:
             raise failure_error(self.failure)
-        self._get_model(jobs[0].prepared.key.model)
+        model = self._get_model(jobs[0].prepared.key.model)
         flight = InFlight(jobs)
-        left = max(jobs[0].deadline - time.monotonic(), 0.0)
-        # What ``wait_until`` does, in a third of the time; possible because nobody else sees the future.
-        timer = asyncio.get_running_loop().call_later(min(left, LONGEST_S), flight.expire)
+        timer = expire_at(jobs[0].deadline, flight.answer)
         try:
             for job in jobs:
                 self._in_flight[job] = flight
                 self.batcher.add(job)
             self._dispatch()
             return await flight.answer
+        except BaseException:
+            for job in jobs:
+                self.batcher.remove(job)
+            self._note_idle(model)
+            raise
         finally:
             timer.cancel()
             for job in jobs:
                 self._in_flight.pop(job, None)
-                self.batcher.remove(job)
-            flight.record()
-            if not flight.started:  # no forward of the request began
+            if not flight.record():
                 late = time.monotonic() >= jobs[0].deadline - EARLY_S
-                self._metrics.count("expired_total" if late else "cancelled_total", jobs[0].prepared.key.name)
-            self._note_idle(jobs[0].prepared.key.model)
+                self._metrics.count("expired_total" if late else "cancelled_total", model.name)
 
     async def decode(
         self, key: str, items: Sequence[LocalItem], inputs: ModelInputs, priority: Priority, deadline: float
@@ -227,7 +207,7 @@ class Scheduler:
             self._metrics.count("busy_seconds_total", model.name, CPU, by=seconds)
             return attempts
 
-        return await self._take_turn(model, decode, priority, deadline)
+        return await self._run_in_slot(model, decode, priority, deadline)
 
     async def call(
         self, key: str, function: ModelFunction, keep: Callable[[Any], None], deadline: float, limit_s: float
@@ -248,33 +228,39 @@ class Scheduler:
             keep(outcome.result)
             return outcome.result
 
-        return await self._take_turn(model, call, "interactive", deadline)
+        return await self._run_in_slot(model, call, "interactive", deadline)
 
-    async def _take_turn(
-        self, model: ScheduledModel, work: Callable[[], Coroutine[Any, Any, T]], priority: Priority, deadline: float
+    async def _run_in_slot(
+        self, model: ScheduledModel, work: Callable[[], Awaitable[T]], priority: Priority, deadline: float
     ) -> T:
         """The result of ``work``, run in a slot of the CPU; it runs to its end even if the caller is gone."""
-        turn = Turn(priority=priority)
-        self.batcher.add_decode(turn)
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        async def run(wait: SlotWait) -> None:
+            started = time.perf_counter()
+            try:
+                result = await work()
+            except (Exception, asyncio.CancelledError) as error:
+                if not answer.done():
+                    answer.set_exception(error)
+            else:
+                if not answer.done():
+                    answer.set_result(result)
+            finally:
+                self.batcher.finish(wait, time.perf_counter() - started)
+                self._leave(model)
+
+        wait = SlotWait(priority, lambda wait: self._keep(asyncio.ensure_future(run(wait))))
+        self.batcher.add_wait(wait)
         model.busy += 1
         self._dispatch()
+        timer = expire_at(deadline, answer)
         try:
-            await wait_until(deadline, turn.begun) if not turn.begun.done() else None
-        except BaseException:
-            if turn.begun.done() and not turn.begun.cancelled():
-                self.batcher.finish(turn, 0.0)
-            self.batcher.remove_decode(turn)
-            self._leave(model)
-            raise
-        return await wait_until(deadline, asyncio.shield(self._start_task(self._finish_turn(model, turn, work()))))
-
-    async def _finish_turn(self, model: ScheduledModel, turn: Turn, work: Awaitable[T]) -> T:
-        started = time.perf_counter()
-        try:
-            return await work
+            return await answer
         finally:
-            self.batcher.finish(turn, time.perf_counter() - started)
-            self._leave(model)
+            timer.cancel()
+            if self.batcher.remove_wait(wait):
+                self._leave(model)
 
     def _get_model(self, key: str) -> ScheduledModel:
         model = self._models.get(key)
@@ -286,57 +272,51 @@ class Scheduler:
 
     def _dispatch(self) -> None:
         """Start everything that may start now."""
-        models = self._models if not self.failure else {}
-        while starting := self.batcher.start_next({key: each.executor.count_idle() for key, each in models.items()}):
-            if isinstance(starting, Batch):
-                model = models[starting.key.model]
-                model.busy += 1
-                self._note_started(starting.slices)
-                running = model.executor.run(starting, partial(self._extend, starting))
-                self._start_task(self._run(model, starting, running))
-            elif (turn := cast("Turn", starting)).begun.done():  # cancelled just now
-                self.batcher.finish(turn, 0.0)
+        while (starting := self.batcher.start_next(self._list_idle())) is not None:
+            if isinstance(starting, SlotWait):
+                starting.begin(starting)
             else:
-                turn.begun.set_result(None)
-        for key, model in models.items():
-            model.executor.note_waiting_rows(self.batcher.count_waiting_rows(key) > 0)
+                model = self._models[starting.key.model]
+                model.busy += 1
+                running = asyncio.ensure_future(model.executor.run(starting, partial(self._extend, starting)))
+                running.add_done_callback(partial(self._end, model, starting, time.perf_counter()))
+                self._keep(running)
+        waiting = self.batcher.find_waiting_models()
+        if waiting != self._noted:
+            for key in (waiting ^ self._noted) & self._models.keys():
+                self._models[key].executor.note_waiting_rows(key in waiting)
+            self._noted = waiting
+
+    def _list_idle(self) -> Mapping[str, Mapping[str, int]]:
+        """The idle replicas of each model that may start batches, by device."""
+        return {} if self.failure else {key: model.executor.count_idle() for key, model in self._models.items()}
 
     def _extend(self, batch: Batch) -> Batch | None:
         """Add waiting rows to a batch whose forward has not begun; returns them as a batch, or None."""
         joining = self.batcher.extend(batch)
         if not joining:
             return None
-        self._note_started(joining)
         self._dispatch()  # a batch of several rows may need fewer slots than one of a single row
-        return replace(batch, slices=joining)
+        return replace(batch, slices=tuple(joining))
 
-    def _note_started(self, slices: Sequence[RowSlice]) -> None:
-        for each in slices:
-            if (flight := self._in_flight.get(each.job)) is not None:
-                flight.started = True
+    def _keep(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def _start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)  # the loop itself keeps no reference
-        task.add_done_callback(self._forget_task)
-        return task
-
-    def _forget_task(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # the caller has it
-
-    async def _run(self, model: ScheduledModel, batch: Batch, running: Awaitable[BatchResult]) -> None:
-        """Run a batch and answer its jobs; an error fails only these."""
-        started = time.perf_counter()
+    def _end(self, model: ScheduledModel, batch: Batch, started: float, ended: asyncio.Future[BatchResult]) -> None:
+        """Answer the jobs of a batch that has ended; an error fails only these."""
+        seconds = time.perf_counter() - started
         try:
-            result = await running
+            result = ended.result()
         except (Exception, asyncio.CancelledError) as error:  # a pool that shuts down cancels
             log.exception("a batch failed", extra={"fields": {"model": model.name}})
             result = refuse(batch, error if isinstance(error, LayertapError) else wrap_error(error))
-        seconds = time.perf_counter() - started
+        decode_seconds = result.decode_seconds
         try:
-            self._finish(model, batch, result, seconds)
+            self.batcher.finish(batch, seconds, decode_seconds)
+            if self._answer(model, batch, result):
+                parallel = self.batcher.count_parallel_batches(batch.key.devices, batch.slots)
+                model.pace.add_batch(batch, seconds, parallel, decoded=decode_seconds > 0)
             self._record(batch, result.failures, seconds)
         except Exception as error:
             log.exception("a batch could not be answered", extra={"fields": {"model": model.name}})
@@ -346,46 +326,43 @@ class Scheduler:
         finally:
             self._leave(model)
 
-    def _finish(self, model: ScheduledModel, batch: Batch, result: BatchResult, seconds: float) -> None:
-        decode_seconds = result.decode_seconds
-        self.batcher.finish(batch, seconds, decode_seconds)
+    def _answer(self, model: ScheduledModel, batch: Batch, result: BatchResult) -> bool:
+        """Pass results on to their requests; returns whether there are any."""
         if result.failure:
             self.fail_permanently(result.failure)
         if result.crossing:
             self._metrics.count("crossing_total", model.name)
             model.on_crossing(result.crossing, model.shared_answers)
+            self.batcher.limit_to_one_row(model.key)
         elif batch.rows > 1:
             model.shared_answers += len(result.results)
         if result.failures.too_many_rows is not None:
             self.batcher.reduce_max_rows(batch.key, result.failures.too_many_rows)
-        if any(not isinstance(each.results, Exception) for each in result.results):
-            parallel = self.batcher.count_parallel_batches(batch.key.devices, batch.slots)
-            model.pace.add_batch(batch, seconds, parallel, decoded=decode_seconds > 0)
+        has_results = False
         for each in result.results:
+            has_results = has_results or not isinstance(each.results, Exception)
             job = batch.slices[each.index].job
-            flight = self._in_flight.get(job)
-            if flight is not None:  # else it was cancelled, or failed in another part
+            if (flight := self._in_flight.get(job)) is not None:  # else it was cancelled, or failed in another part
                 flight.add(job, batch, each)
         for again in result.again:
-            waiting = [each for each in again.slices if each.job in self._in_flight]
-            if waiting:
+            if waiting := [each for each in again.slices if each.job in self._in_flight]:
                 self.batcher.add_again(again.take(waiting, again.tries))
+        return has_results
 
     def _leave(self, model: ScheduledModel) -> None:
-        """Note that a task of a model has ended: others may start."""
+        """Note that work of a model has ended: other work may start."""
         model.busy -= 1
         self._dispatch()
-        self._note_idle(model.key)
+        self._note_idle(model)
 
-    def _note_idle(self, key: str) -> None:
-        model = self._models.get(key)
-        if model is not None and self.is_idle(key):
+    def _note_idle(self, model: ScheduledModel) -> None:
+        if not model.busy and not self.batcher.count_waiting_rows(model.key):
             model.on_idle()
 
     def _record(self, batch: Batch, failures: BatchFailures, seconds: float) -> None:
         """Count a batch, its seconds and its failures in the metrics."""
         metrics, model = self._metrics, batch.key.name
-        requests = len({each.job for each in batch.slices})
+        requests = len(set(map(attrgetter("job"), batch.slices)))
         max_rows, depth = max(batch.key.max_rows, batch.rows), min(batch.depth, 1.0)
         metrics.observe_batch(model, batch.rows, max_rows, requests, depth, seconds, batch.reason)
         metrics.count("busy_seconds_total", model, batch.device, by=seconds * batch.slots)

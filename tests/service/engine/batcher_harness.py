@@ -9,9 +9,8 @@ from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.batch import Batch, Job
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.prepared_request import PreparedRequest
-from layertap.service.engine.schedule.batch_formation import DeviceSlots
 from layertap.service.engine.schedule.batcher import Batcher
-from layertap.service.engine.schedule.waiting import DecodeTask
+from layertap.service.engine.schedule.waiting import DeviceSlots, SlotWait
 from layertap.service.types import Priority
 
 BULK_DELAY = 5.0
@@ -19,7 +18,7 @@ CORES = 4
 CPU_LIKE = Costs(base=0.0, per_row=1.0, row_bytes=1)
 GPU_LIKE = Costs(base=10.0, per_row=1.0, row_bytes=1)
 FASTER_ON_ALL_CORES = Costs(base=0.0, per_row=1.0, row_bytes=1, speedup=3.0)
-RunningTask = Batch | DecodeTask
+RunningTask = Batch | SlotWait
 NamedSlices = list[tuple[str, int, int]]  # of each: the request's name, its first row, the row after its last
 
 
@@ -39,9 +38,9 @@ class BatcherHarness:
         self.batcher.add(request)
         return request
 
-    def add_decode(self, priority: Priority = "interactive") -> DecodeTask:
-        task = DecodeTask(priority)
-        self.batcher.add_decode(task)
+    def add_decode(self, priority: Priority = "interactive") -> SlotWait:
+        task = SlotWait(priority)
+        self.batcher.add_wait(task)
         return task
 
     def start(self, **idle_replicas: int) -> RunningTask | None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.batch import Batch, Job
 from layertap.service.engine.batch_key import BatchKey
-from layertap.service.engine.schedule.batch_formation import DeviceSlots
-from layertap.service.engine.schedule.waiting import DecodeTask
+from layertap.service.engine.schedule.waiting import BatchQueue, DeviceSlots, SlotWait
 from tests.service.engine.batcher_harness import BULK_DELAY, RunningTask
 
 DEVICES = {"cpu": DeviceSlots(3), "gpu": DeviceSlots(2, parallel=False), "gpu1": DeviceSlots(1, parallel=False)}
@@ -42,6 +41,7 @@ class ExpectedRequest:
     """A request as it was asked, and how many of its rows were in batches."""
 
     request: Job
+    queue: BatchQueue
     enqueued_at: float = 0.0
     removed: bool = False
     rows: int = field(init=False)
@@ -80,13 +80,14 @@ class ExpectedRequest:
     def take(self, stop: int, now: float) -> None:
         """Rows up to one run; the rest of a large request goes behind what comes in four times as long as they take."""
         rows, costs, devices = stop - self.taken_rows, self.key.costs, self.key.devices
-        forwards, forward_rows = -(-rows // (self.key.padded_rows or rows)), self.key.padded_rows or rows
+        padded_rows = self.queue.padded_rows or rows
+        forwards, forward_rows = -(-rows // padded_rows), padded_rows
         seconds = (
             forwards * self.depth * (costs.base + forward_rows * costs.per_row)
             + rows * self.request.prepared.row_bytes / 1e9
         )
         parallel = sum(DEVICES[device].slots if DEVICES[device].parallel else 1 for device in devices)
-        if self.request.is_large:
+        if self.queue.is_large(self.request):
             due_at = max(self.due_at, min(self.due_at, now) + 4 * self.slowdown * seconds / parallel)
             if due_at != self.due_at:  # behind those that are due at the same moment
                 self.due_at, self.order = due_at, next(ORDERS)
@@ -101,28 +102,33 @@ def cuts(depths: Sequence[float]) -> Iterator[list[Sequence[float]]]:
             yield [depths[start:stop] for start, stop in pairwise(bounds)]
 
 
-def cheapest_cuts(key: BatchKey, requests: Sequence[ExpectedRequest]) -> list[list[Sequence[float]]]:
+def cheapest_cuts(queue: BatchQueue, requests: Sequence[ExpectedRequest]) -> list[list[Sequence[float]]]:
     """The cuts of the depths of some requests that cost least, several where they cost the same."""
+    costs, padded_rows = queue.key.costs, queue.padded_rows
 
     def seconds(depths: Sequence[float]) -> float:
         rows = sum(request.waiting_rows for request in requests if request.depth in depths)
-        padded_rows = key.padded_rows
         forwards, forward_rows = (1, rows) if padded_rows is None else (-(-rows // padded_rows), padded_rows)
-        return forwards * max(depths) * (key.costs.base + forward_rows * key.costs.per_row)
+        return forwards * max(depths) * (costs.base + forward_rows * costs.per_row)
 
-    costs = [(sum(map(seconds, cut)), cut) for cut in cuts(sorted({request.depth for request in requests}))]
-    least = min(cost for cost, _ in costs)
-    return [cut for cost, cut in costs if cost <= least + 1e-9 * max(least, 1.0)]
+    sums = [(sum(map(seconds, cut)), cut) for cut in cuts(sorted({request.depth for request in requests}))]
+    least = min(cost for cost, _ in sums)
+    return [cut for cost, cut in sums if cost <= least + 1e-9 * max(least, 1.0)]
 
 
 class BatcherReference:
-    """All that was asked and all that runs; what could start is found anew by looking at everything."""
+    """All that was asked and all that runs; what could start is found anew by looking at everything.
+
+    Only the rows that fit into a forward are the batcher's own, of ``get_queue``.
+    """
+
+    get_queue: Callable[[BatchKey], BatchQueue]
 
     def __init__(self) -> None:
         self.now = 0.0
         self.keys = make_keys()
         self.requests: list[ExpectedRequest] = []
-        self.pictures: list[tuple[DecodeTask, float]] = []  # that wait, each with the moment at which it is due
+        self.pictures: list[tuple[SlotWait, float]] = []  # that wait, each with the moment at which it is due
         self.running: list[RunningTask] = []
 
     # What is there
@@ -136,7 +142,7 @@ class BatcherReference:
 
     def decoding(self) -> int:
         """How many pictures are decoded now."""
-        return sum(isinstance(task, DecodeTask) for task in self.running)
+        return sum(isinstance(task, SlotWait) for task in self.running)
 
     def free_slots(self, device: str) -> int:
         batches = [batch for batch in self.running if isinstance(batch, Batch) and batch.device == device]
@@ -147,8 +153,8 @@ class BatcherReference:
         """Whether the processor has a slot, or lends one to the only picture that is decoded."""
         return self.free_slots("cpu") > 0 or (self.free_slots("cpu") == 0 and not self.decoding())
 
-    def next_picture(self) -> tuple[DecodeTask, float]:
-        def order(picture: tuple[DecodeTask, float]) -> tuple[bool, float, bool]:
+    def next_picture(self) -> tuple[SlotWait, float]:
+        def order(picture: tuple[SlotWait, float]) -> tuple[bool, float, bool]:
             task, due_at = picture
             bulk = task.priority == "bulk"
             return bulk and self.now < due_at, due_at, bulk
@@ -176,7 +182,7 @@ class BatcherReference:
             return [(waiting[:1], "isolated")]
         shareable = [request for request in waiting if not request.isolated]
         answers = []
-        for cut in cheapest_cuts(key, shareable):
+        for cut in cheapest_cuts(self.get_queue(key), shareable):
             depths = next(depths for depths in cut if waiting[0].depth in depths)
             companions = [request for request in shareable if request.depth in depths]
             answers.append((companions, "shared" if len(companions) == len(shareable) else "sharing_costs"))
@@ -185,7 +191,7 @@ class BatcherReference:
     def lacks_slots(self, key: BatchKey) -> bool:
         """Whether the key's next forward is one of a single row that needs all slots, and some are busy."""
         device = key.devices[0]  # none of such a model on several
-        if key.costs.speedup == 1 or key.padded_rows not in (None, 1):
+        if key.costs.speedup == 1 or self.get_queue(key).padded_rows not in (None, 1):
             return False
         if self.free_slots(device) == DEVICES[device].slots:
             return False
@@ -197,7 +203,7 @@ class BatcherReference:
                 for request in companions
                 for _ in range(request.waiting_rows)
             ][:2]
-            two_fit = key.fitting_rows > 1 and sum(row_bytes) <= key.max_bytes and len(row_bytes) > 1
+            two_fit = self.get_queue(key).fitting_rows > 1 and sum(row_bytes) <= key.max_bytes and len(row_bytes) > 1
             sizes.append(first.rows if first.request.prepared.unsplittable else 1 + two_fit)
         return min(sizes) == 1
 
@@ -234,7 +240,8 @@ class BatcherReference:
 
     def is_ready(self, key: BatchKey, first: ExpectedRequest, expired_rows: int = 0) -> bool:
         """Whether a forward is worth its start: it has rows enough, or the first one has waited for long."""
-        rows = key.padded_rows or min(max(4, math.ceil(10 * key.costs.base / key.costs.per_row)), key.fitting_rows)
+        queue, fixed_rows = self.get_queue(key), math.ceil(10 * key.costs.base / key.costs.per_row)
+        rows = queue.padded_rows or min(max(4, fixed_rows), queue.fitting_rows)
         waiting_rows = sum(
             request.waiting_rows for request in self.requests if request.key is key and not request.removed
         )
@@ -246,12 +253,12 @@ class BatcherReference:
         return any(
             not request.bulk and device in request.key.devices and self.now - request.enqueued_at < BULK_DELAY
             for request in self.requests
-            if not request.request.is_large
+            if not request.queue.is_large(request.request)
         )
 
     # Forwards and pictures
 
-    def may_precede_picture(self, task: DecodeTask, due_at: float) -> bool:
+    def may_precede_picture(self, task: SlotWait, due_at: float) -> bool:
         """Whether a picture lets a forward on the processor go first."""
         deferred = task.priority == "bulk" and self.now < due_at
         for key in self.keys:
@@ -265,13 +272,13 @@ class BatcherReference:
                 return True
         return False
 
-    def must_precede_picture(self, keys: Sequence[BatchKey], task: DecodeTask, due_at: float) -> bool:
+    def must_precede_picture(self, keys: Sequence[BatchKey], task: SlotWait, due_at: float) -> bool:
         """Whether a picture has to let a forward of some keys go first."""
         deferred = task.priority == "bulk" and self.now < due_at
         for key in keys:
             first = self.waiting(key)[0]
             waiting_rows = sum(request.waiting_rows for request in self.waiting(key))
-            has_rows = waiting_rows >= key.efficient_rows
+            has_rows = waiting_rows >= self.get_queue(key).efficient_rows
             if first.deferred(self.now) < deferred:
                 return True
             if first.deferred(self.now) == deferred and has_rows and first.due_at <= due_at + BULK_DELAY:

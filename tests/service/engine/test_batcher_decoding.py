@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layertap.service.engine.batch import Batch
-from layertap.service.engine.schedule.batch_formation import DeviceSlots
-from layertap.service.engine.schedule.waiting import DecodeTask
+from layertap.service.engine.schedule.waiting import DeviceSlots, SlotWait
 from layertap.service.types import Priority
 from tests.service.engine.batcher_harness import BatcherHarness, make_key
 
@@ -19,7 +18,7 @@ def test_decoding_first_until_rows_are_enough() -> None:
     while (task := harness.start()) is not None:
         order.append(task.rows if isinstance(task, Batch) else "decode")
         harness.finish(task)
-        if isinstance(task, DecodeTask):
+        if isinstance(task, SlotWait):
             harness.add(key)
     assert order == ["decode", "decode", "decode", "decode", 4, "decode", 1]
 
@@ -27,9 +26,9 @@ def test_decoding_first_until_rows_are_enough() -> None:
 def test_removed_picture_is_not_decoded() -> None:
     harness = BatcherHarness()
     removed, task = harness.add_decode(), harness.add_decode()
-    harness.batcher.remove_decode(removed)
+    harness.batcher.remove_wait(removed)
     assert (harness.start(), harness.start()) == (task, None)
-    harness.batcher.remove_decode(task)
+    harness.batcher.remove_wait(task)
     harness.finish(task)
 
 
@@ -44,7 +43,7 @@ def test_picture_is_decoded_in_bounded_time(priority: Priority) -> None:
         assert task is not None
         harness.now += 4.0
         harness.finish(task)
-        if isinstance(task, DecodeTask):
+        if isinstance(task, SlotWait):
             break
     assert harness.now <= 20.0
 
@@ -55,7 +54,7 @@ def test_rows_run_in_bounded_time() -> None:
     for _ in range(50):
         harness.add_decode()
     harness.add(key)
-    while isinstance(task := harness.start(), DecodeTask):
+    while isinstance(task := harness.start(), SlotWait):
         harness.add_decode()
         harness.now += 1.0
         harness.finish(task)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layertap.service.engine.schedule.batch_formation import DeviceSlots
+from layertap.service.engine.schedule.waiting import DeviceSlots
 from tests.service.engine.batcher_harness import (
     CORES,
     CPU_LIKE,

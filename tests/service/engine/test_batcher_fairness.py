@@ -8,7 +8,7 @@ import pytest
 
 from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.batch import Batch
-from layertap.service.engine.schedule.batch_formation import DeviceSlots
+from layertap.service.engine.schedule.waiting import DeviceSlots
 from tests.service.engine.batcher_harness import (
     CORES,
     BatcherHarness,

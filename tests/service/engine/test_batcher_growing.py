@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.batch import Batch
-from layertap.service.engine.schedule.batch_formation import DeviceSlots
+from layertap.service.engine.schedule.waiting import DeviceSlots
 from tests.service.engine.batcher_harness import CPU_LIKE, FASTER_ON_ALL_CORES, BatcherHarness, make_key
 
 

@@ -13,7 +13,7 @@ from layertap.service.engine.batch import Batch, Job, RowSlice
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.prepared_request import PreparedRequest
 from layertap.service.engine.schedule.batcher import Batcher
-from layertap.service.engine.schedule.waiting import DecodeTask
+from layertap.service.engine.schedule.waiting import SlotWait
 from layertap.service.types import Priority
 from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE, RunningTask
 from tests.service.engine.batcher_reference import DEVICES, REPLICAS, BatcherReference, ExpectedRequest, IdleReplicas
@@ -26,6 +26,7 @@ class BatcherEvents(RuleBasedStateMachine):
     def start(self) -> None:
         self.reference = BatcherReference()
         self.batcher = Batcher(DEVICES, lambda: self.reference.now, BULK_DELAY)
+        self.reference.get_queue = self.batcher.get_queue
         self.slots_by_size: dict[tuple[BatchKey, int | None, int], int] = {}
 
     # What can happen
@@ -48,7 +49,7 @@ class BatcherEvents(RuleBasedStateMachine):
         for depth in depths:  # several of one key, which may share a forward
             prepared = PreparedRequest(key=key, depth=depth, row_bytes=row_bytes, **flags)
             request = Job(prepared, rows, priority, now + seconds_left)
-            self.reference.requests.append(ExpectedRequest(request, now))
+            self.reference.requests.append(ExpectedRequest(request, self.batcher.get_queue(key), now))
             self.batcher.add(request)
 
     @precondition(lambda self: self.reference.requests)
@@ -60,9 +61,9 @@ class BatcherEvents(RuleBasedStateMachine):
 
     @rule(bulk=st.booleans())
     def add_decode(self, bulk: bool) -> None:
-        task = DecodeTask("bulk" if bulk else "interactive")
+        task = SlotWait("bulk" if bulk else "interactive")
         self.reference.pictures.append((task, self.reference.now + BULK_DELAY * bulk))
-        self.batcher.add_decode(task)
+        self.batcher.add_wait(task)
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 2.5, 5.0, 20.0]))
     def pass_time(self, seconds: float) -> None:
@@ -111,7 +112,7 @@ class BatcherEvents(RuleBasedStateMachine):
             self.check_slices(task)
             for row_slice in task.slices:
                 self.record(row_slice)
-        elif isinstance(task, DecodeTask):
+        elif isinstance(task, SlotWait):
             self.check_picture(task, idle_replicas)
         else:
             startable = reference.startable_keys(idle_replicas)
@@ -143,28 +144,28 @@ class BatcherEvents(RuleBasedStateMachine):
 
     def check_slices(self, batch: Batch) -> None:
         """Whose rows these are: the oldest of those that may share, as many as are allowed, and the reason is true."""
-        key = batch.key
+        key, queue = batch.key, self.batcher.get_queue(batch.key)
         assert all(row_slice.start < row_slice.stop for row_slice in batch.slices)
         assert batch.rows == sum(row_slice.stop - row_slice.start for row_slice in batch.slices)
         answers = [self.expected(requests, reason, batch) for requests, reason in self.reference.sharing(key)]
         slices = [(row_slice.job, row_slice.start, row_slice.stop) for row_slice in batch.slices]
         assert (slices, batch.reason) in answers
         if not batch.slices[0].job.prepared.unsplittable:
-            assert batch.rows <= key.fitting_rows
-            assert batch.padded_rows == key.padded_rows
+            assert batch.rows <= queue.fitting_rows
+            assert batch.padded_rows == queue.padded_rows
             used_bytes = sum(
                 (stop - start) * (key.costs.row_bytes + of.prepared.row_bytes) for of, start, stop in slices
             )
             assert used_bytes <= key.max_bytes or batch.rows == 1
         first, costs = batch.slices[0].job, key.costs
-        if first.priority == "bulk" and not key.padded_rows and not first.prepared.isolated:
+        if first.priority == "bulk" and not queue.padded_rows and not first.prepared.isolated:
             others = any(row_slice.job.priority == "interactive" for row_slice in batch.slices)
             short = costs.base + batch.rows * costs.per_row <= 3 * (costs.base + costs.per_row) + 1e-9
             assert short or others or not any(map(self.reference.is_interactive_device, key.devices))
         assert batch.depth == max(row_slice.job.prepared.depth for row_slice in batch.slices)
-        single_row = (key.padded_rows or batch.rows) == 1 and key.costs.speedup > 1
+        single_row = (queue.padded_rows or batch.rows) == 1 and key.costs.speedup > 1
         assert batch.slots == (DEVICES[batch.device].slots if single_row else 1)
-        assert self.slots_by_size.setdefault((key, key.padded_rows, batch.rows), batch.slots) == batch.slots
+        assert self.slots_by_size.setdefault((key, queue.padded_rows, batch.rows), batch.slots) == batch.slots
 
     def expected(
         self, requests: list[ExpectedRequest], reason: str, batch: Batch
@@ -183,7 +184,7 @@ class BatcherEvents(RuleBasedStateMachine):
             reason = "single" if len(slices) == 1 else "sharing_pays" if several_depths else "same_depth"
         return slices, reason
 
-    def check_picture(self, task: DecodeTask, idle_replicas: IdleReplicas) -> None:
+    def check_picture(self, task: SlotWait, idle_replicas: IdleReplicas) -> None:
         """It is the next one, and no forward had to go first that could."""
         reference = self.reference
         picture = reference.next_picture()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.batch_key import FIRST_PAUSE_S, MAX_PAUSE_S, BatchKey
-from layertap.service.engine.schedule.batch_formation import DeviceSlots
+from layertap.service.engine.batch_key import BatchKey
+from layertap.service.engine.schedule.batcher import MAX_QUEUES
+from layertap.service.engine.schedule.waiting import FIRST_PAUSE_S, MAX_PAUSE_S, DeviceSlots
 from tests.service.engine.batcher_harness import BULK_DELAY, GPU_LIKE, BatcherHarness, make_key
 from tests.service.engine.batcher_reference import ExpectedRequest, cheapest_cuts
 
@@ -84,6 +86,34 @@ def test_trials_that_fail_get_rarer() -> None:
     assert [find_rows(harness, key, FIRST_PAUSE_S - 1), find_rows(harness, key, 1.0)] == [4, 8]
 
 
+@pytest.mark.parametrize("pads", [False, True])
+def test_rows_turn_out_to_affect_each_other(pads: bool) -> None:
+    """From then on each runs alone: those that wait, those of keys that come later, none of another model."""
+    harness, key = BatcherHarness(), make_key(max_rows=8, pads=pads)
+    harness.add(key, 2)
+    harness.batcher.limit_to_one_row("a")
+    harness.add(make_key(max_rows=8, pads=pads), 2)
+    harness.add(make_key(max_rows=8, model="b"), 2)
+    batches = list(harness.run_in_turn())
+    assert sorted((batch.key.model, batch.rows) for batch in batches) == [("a", 1)] * 4 + [("b", 2)]
+    assert [harness.batcher.get_max_rows(model) for model in "abc"] == [1, 8, 0]
+
+
+def test_keys_are_forgotten() -> None:
+    """However many keys come; those with rows that wait or run stay."""
+    harness = BatcherHarness()
+    running, waiting = make_key(), make_key()
+    harness.batcher.reduce_max_rows(running, 4)
+    harness.add(running, 2)
+    batch = harness.start_batch()
+    harness.add(waiting, 1)
+    for _ in range(2 * MAX_QUEUES):
+        harness.batcher.reduce_max_rows(make_key(), 2)
+    assert harness.batcher.get_queue(running).fitting_rows == 2
+    harness.finish(batch)
+    assert harness.start_batch().key is waiting
+
+
 # Split over slots
 
 
@@ -131,32 +161,34 @@ def test_cheapest_cut(sizes: list[tuple[int, int]], base: float, pads: bool) -> 
     """What runs with the first request is its piece of a cheapest cut of all depths, found by trying all of them."""
     costs = Costs(base=base, per_row=1.0)
     harness, key = BatcherHarness(), make_key(costs=costs, max_rows=4 if pads else 999, pads=pads)
-    requests = [ExpectedRequest(harness.add(key, rows, depth=depth / 16)) for rows, depth in sizes]
+    queue = harness.batcher.get_queue(key)
+    requests = [ExpectedRequest(harness.add(key, rows, depth=depth / 16), queue) for rows, depth in sizes]
     depths = {part.job.prepared.depth for part in harness.start_batch().slices}
-    pieces = [next(piece for piece in cut if requests[0].depth in piece) for cut in cheapest_cuts(key, requests)]
+    pieces = [next(piece for piece in cut if requests[0].depth in piece) for cut in cheapest_cuts(queue, requests)]
     assert any(depths <= set(piece) for piece in pieces)
     if sum(rows for rows, _ in sizes) <= key.efficient_rows:
         assert depths in [set(piece) for piece in pieces]
 
 
-@dataclass(eq=False)
-class CountingKey(BatchKey):
+@dataclass(frozen=True)
+class CountingCosts(Costs):
     """Counts how often it is asked what a forward takes."""
 
-    estimates: int = 0
+    estimates: Counter[str] = field(default_factory=Counter)
 
     def estimate_seconds(self, rows: int, depth: float = 1.0) -> float:
-        self.estimates += 1
+        self.estimates["all"] += 1
         return super().estimate_seconds(rows, depth)
 
 
 def test_any_number_of_depths_is_cut_in_bounded_time() -> None:
     """256 requests, each of a depth of its own: few steps find those of about the first's depth."""
-    harness, key = BatcherHarness(), CountingKey("a", ("gpu",), Costs(base=1.0, per_row=1.0), 999)
+    costs = CountingCosts(base=1.0, per_row=1.0)
+    harness, key = BatcherHarness(), make_key(costs=costs, max_rows=999)
     for number in range(256):
         harness.add(key, depth=(256 - number) / 256, priority="interactive" if number % 2 else "bulk")
     harness.now = BULK_DELAY
     depths = {part.job.prepared.depth for part in harness.start_batch().slices}
-    assert key.estimates < 1000
+    assert costs.estimates.total() < 1000
     assert min(depths) > max(depths) - 0.2
     assert len(depths) == key.efficient_rows

@@ -6,7 +6,8 @@ import pytest
 
 from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.batch import Batch, Job
-from layertap.service.engine.schedule.batch_formation import DeviceSlots, estimate_seconds
+from layertap.service.engine.schedule.batch_formation import estimate_seconds
+from layertap.service.engine.schedule.waiting import DeviceSlots
 from tests.service.engine.batcher_harness import BULK_DELAY, BatcherHarness, make_key
 
 SECOND_OF_COPYING = 10**9  # bytes
@@ -23,9 +24,10 @@ def run_batch(harness: BatcherHarness, slowdown: float = 1.0) -> Batch:
     return batch
 
 
-def sum_seconds(batches: list[Batch], request: Job) -> float:
+def sum_seconds(harness: BatcherHarness, batches: list[Batch], request: Job) -> float:
     """What the parts of a request took."""
-    return sum(estimate_seconds([part]) for batch in batches for part in batch.slices if part.job is request)
+    queue = harness.batcher.get_queue(request.prepared.key)
+    return sum(estimate_seconds(queue, [part]) for batch in batches for part in batch.slices if part.job is request)
 
 
 @pytest.mark.parametrize("fields", [{}, {"isolated": True}, {"priority": "bulk"}])
@@ -66,7 +68,7 @@ def test_large_request_is_not_held_up(head_start: float) -> None:
         for _ in range(2):
             harness.add(key, 1, depth=0.5)
         batches.append(run_batch(harness))
-    assert 0.15 < sum_seconds(batches, large) / sum(batch.seconds for batch in batches) < 0.4
+    assert 0.15 < sum_seconds(harness, batches, large) / sum(batch.seconds for batch in batches) < 0.4
 
 
 # The size of its parts
@@ -126,7 +128,7 @@ def test_decoding_counts(seconds: float, rows: int) -> None:
         harness.batcher.finish(batch, batch.seconds, decode_seconds=seconds)
     harness.add(key, 32, priority="bulk")
     assert harness.start_batch().rows == rows
-    assert key.estimate_seconds(1) == pytest.approx(3 + seconds, rel=1e-3)
+    assert harness.batcher.get_queue(key).estimate_seconds(1) == pytest.approx(3 + seconds, rel=1e-3)
 
 
 def test_what_joins_a_short_batch() -> None:
