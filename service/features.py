@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any
 
@@ -156,12 +157,10 @@ class Features:
     top_classes: tuple[tuple[TopClass, ...], ...] = ()
     top_effects: tuple[tuple[TopEffect, ...], ...] = ()
 
-    def has_at_most(self, results: int, numbers: int) -> bool:
-        """Whether it has at most this many results, and this many numbers in all."""
-        count = 0
-        for array in self.arrays.values():
-            count += array.size
-        return len(self.arrays) <= results and count <= numbers
+    @cached_property
+    def numbers(self) -> int:
+        """How many numbers all arrays have."""
+        return sum([array.size for array in self.arrays.values()])
 
     @property
     def nbytes(self) -> int:

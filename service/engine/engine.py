@@ -15,7 +15,7 @@ from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.admit.planned_work import WorkPlan
 from layertap.service.engine.batch import Job, Results, UndecodedError
 from layertap.service.engine.collect.joined_inputs import join_inputs
-from layertap.service.engine.collect.results import FEW_NUMBERS, FEW_RESULTS, add_warnings, collect_features
+from layertap.service.engine.collect.results import add_warnings, collect_features
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.models.model_handle import ModelHandle
@@ -34,6 +34,7 @@ from layertap.service.engine.prepare.preparation import (
 from layertap.service.engine.prepare.sources import count_taken_bytes, fill_tensors, plan_stages
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.engine.rows import Items
+from layertap.service.engine.threads import is_short
 from layertap.service.features import Features, warn_of_cuts
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.metrics import Metrics, Snapshot
@@ -88,7 +89,7 @@ class Engine:
 
     async def finish(self, features: Features, request: ExtractRequest, ticket: Ticket, before: int) -> Features:
         """The features with what their user is warned of; ``before`` is what ``begin`` returned."""
-        if features.has_at_most(FEW_RESULTS, FEW_NUMBERS):
+        if is_short(results=len(features.arrays), counted_numbers=features.numbers):
             features = add_warnings(features)
         else:
             features = await self.run_in_thread(partial(add_warnings, features), ticket.deadline)
@@ -110,7 +111,7 @@ class Engine:
         for job, _ in answers:
             self.metrics.count("rows_total", handle.name, by=job.rows)
             results += len(job.prepared.spec.plan.results)
-        if results <= FEW_RESULTS:
+        if is_short(results=results):
             return _consume(_collect, answers)
         return await self.run_in_thread(partial(_consume, _collect, answers), ticket.deadline)
 

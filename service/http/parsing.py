@@ -21,7 +21,6 @@ from layertap.service.http.body import MULTIPART, load_json, parse_multipart
 from layertap.service.http.query import ALWAYS, Query, read_fields
 from layertap.service.inputs.arrays import read_npy, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
-from layertap.service.schemas.base import read_items
 from layertap.service.schemas.bodies import ExtractBody, InputsBody, RequestBody
 from layertap.service.schemas.inputs import OPTIONS, InputBody, make_readers
 from layertap.service.schemas.validation_errors import validate
@@ -68,7 +67,13 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
     BadRequestError, UnsupportedMediaError, TooLargeError, RequestError.
     """
     request, readers = _parse_body(raw, settings, kind)
-    items, faults = read_items(readers, "inputs", lambda read: read())
+    items: list[tuple[int, InputItem]] = []
+    faults: list[Fault] = []
+    for index, read in enumerate(readers):
+        try:
+            items.append((index, read()))
+        except RequestError as error:
+            faults.append(error.to_fault(f"/inputs/{index}", index))
     if faults and (not items or request.on_error == "fail"):
         raise RequestError.from_faults(faults)
     if not items and not request.dry_run:

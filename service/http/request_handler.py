@@ -17,6 +17,7 @@ from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, SentInputs
+from layertap.service.engine.threads import is_short
 from layertap.service.features import Features, list_skipped
 from layertap.service.formats.buffers import EncodeOptions
 from layertap.service.formats.negotiation import negotiate
@@ -32,9 +33,7 @@ from layertap.service.inputs.items import ImageItem
 from layertap.service.pictures.overlay import SentPicture
 from layertap.service.settings import Settings
 
-SHORT = 2048  # bytes
 MAX_CLASSES, MAX_CLASSES_CHARACTERS = 64, 1536
-FEW_NUMBERS, FEW_RESULTS = 4096, 64
 
 
 class ParsedRequest(Protocol):
@@ -110,7 +109,9 @@ async def receive(
     raw = RawRequest(exchange.headers, content_type, media_type, query, data, reply_format)
     started = time.perf_counter()
     try:
-        if _is_short(raw):
+        # A lone picture is only looked at later.
+        at_once = media_type.startswith("image/") or (media_type != MULTIPART and is_short(parsed_bytes=len(data)))
+        if at_once and is_short(parsed_bytes=len(query.text)):
             parsed = parse(raw, settings)
         else:
             parsed = await engine.run_in_thread(partial(parse, raw, settings), timeout.deadline)
@@ -133,7 +134,7 @@ async def encode_response(
         limit = engine.settings.max_pixels
         pictures = list_pictures(request, sent, features, ticket, limit) if reply.format.is_picture else ()
         options = EncodeOptions(reply.encoding, reply.tiles, pictures)
-        if is_short(features) and not reply.format.is_picture:
+        if is_short_reply(features) and not reply.format.is_picture:
             buffers = reply.format.encode(features, options)
         else:
             buffers = await engine.run_in_thread(partial(reply.format.encode, features, options), ticket.deadline)
@@ -142,9 +143,9 @@ async def encode_response(
     return BuffersResponse(buffers, describe_features(features), reply.format.media_type)
 
 
-def is_short(features: Features) -> bool:
+def is_short_reply(features: Features) -> bool:
     """Whether encoding features takes less time than a way to another thread and back."""
-    return features.has_at_most(FEW_RESULTS, FEW_NUMBERS)
+    return is_short(results=len(features.arrays), written_numbers=features.numbers)
 
 
 def list_pictures(
@@ -191,10 +192,3 @@ def make_headers(fingerprint: str, faults: Sequence[Fault]) -> dict[str, str]:
     if faults and (places := ",".join(map(str, list_skipped(faults)))):
         headers["X-Layertap-Skipped"] = places
     return headers
-
-
-def _is_short(raw: RawRequest) -> bool:
-    """Whether reading takes less time than a way to another thread and back: a lone picture is only looked at later."""
-    small = len(raw.data) <= SHORT and raw.media_type != MULTIPART
-    short = small or raw.media_type.startswith("image/")
-    return short and len(raw.query.text) <= SHORT

@@ -20,7 +20,7 @@ from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.errors import UnavailableError
 from layertap.service.http.buffers_response import BuffersResponse
 from layertap.service.http.model_descriptions import Json
-from layertap.service.http.request_handler import describe_features, is_short, make_chooser, receive
+from layertap.service.http.request_handler import describe_features, is_short_reply, make_chooser, receive
 from layertap.service.http.routes import health
 from layertap.service.http.timeout import DeadlineDependency, EngineDependency
 from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION, encode_reply
@@ -55,7 +55,7 @@ async def infer(request: Request, engine: EngineDependency, name: str) -> Respon
     headers = describe_features(features)
     with ticket.timings.step("encode"):
         encode = partial(encode_reply, features, parsed.id, parsed.asked.binary, parsed.asked.binary_default)
-        head, behind = encode() if is_short(features) else await engine.run_in_thread(encode, ticket.deadline)
+        head, behind = encode() if is_short_reply(features) else await engine.run_in_thread(encode, ticket.deadline)
     if behind:
         headers[HEADER] = str(sum(map(len, head)))
     return BuffersResponse(head + behind, headers, (BINARY if behind else JSON).media_type)

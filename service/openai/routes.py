@@ -19,7 +19,7 @@ from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.table import FORMATS
 from layertap.service.http.buffers_response import BuffersResponse
 from layertap.service.http.model_descriptions import Json
-from layertap.service.http.request_handler import describe_features, is_short, make_chooser, receive
+from layertap.service.http.request_handler import describe_features, is_short_reply, make_chooser, receive
 from layertap.service.http.timeout import EngineDependency
 from layertap.service.openai.embeddings import (
     AskedEmbeddings,
@@ -50,7 +50,7 @@ async def create_embeddings(request: Request) -> Response:
         check_dimensions(asked.dimensions, _count_columns(planned), trained)
     features = [await engine.extract(asked.extract, part, ticket) for part in parts]
     with ticket.timings.step("encode"):
-        if len(features) == 1 and is_short(features[0]):
+        if len(features) == 1 and is_short_reply(features[0]):
             joined, data = _encode(features, asked)
         else:
             joined, data = await engine.run_in_thread(partial(_encode, features, asked), ticket.deadline)

@@ -19,7 +19,6 @@ from layertap.service.engine.batch import Job, Results
 from layertap.service.features import Array, Features, Receipt
 
 MAX_NAMED = 8  # results named in a warning, limited by the size of a header
-FEW_NUMBERS, FEW_RESULTS = 2**16, 64  # counting fewer is faster than a thread switch
 HALF_EXPONENT = 0x7C00  # all bits set: NaN or infinite
 
 

@@ -23,16 +23,20 @@ from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.prepare.planner import PlannedRequest
 from layertap.service.engine.prepared_request import ForwardSpec, PreparedRequest
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.inputs.items import ImageItem
+from layertap.service.inputs.items import TIFF_STARTS, ImageItem
 
 PAIRS = "some ids look like pairs, by their separators: all token types are 0 here, those of second texts too"
 
 
 def list_pictures(items: Sequence[tuple[int, object]]) -> tuple[ImageItem, ...]:
     """The pictures of a request that sent nothing else; () if not: TIFFs, which may be cut, and repeated ones count."""
-    pictures = tuple(item for _, item in items if type(item) is ImageItem and not item.is_tiff)
+    pictures: list[ImageItem] = []
+    for _, item in items:
+        if type(item) is not ImageItem or item.data.startswith(TIFF_STARTS):
+            return ()
+        pictures.append(item)
     once = len(pictures) == 1 or len(set(map(id, pictures))) == len(pictures)  # a repeated one is decoded first, once
-    return pictures if len(pictures) == len(items) and once else ()
+    return tuple(pictures) if once else ()
 
 
 def find_prepared(

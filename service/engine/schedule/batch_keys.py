@@ -87,7 +87,7 @@ class Pace:
     def __init__(self, model: ModelInfo, key: BatchKey, replicas: int, parallel: int) -> None:
         """``key``: for the configured shape; ``parallel`` replicas compute side by side."""
         costs = model.catalog.costs
-        self._model = model
+        self._row_seconds = costs.per_row
         self._replicas = replicas
         self._parallel = parallel * min(key.slots, costs.speedup)  # a batch may take several threads
         self._alone = costs.estimate_seconds(1)
@@ -109,7 +109,7 @@ class Pace:
         ``decoded``: the duration includes decoding its pictures, which then takes no time of its own.
         """
         # In rows of the configured shape, because a few large pictures say little about waiting small ones.
-        weight = batch.key.costs.per_row / self._model.catalog.costs.per_row
+        weight = batch.key.costs.per_row / self._row_seconds
         spent = seconds / min(parallel, self._replicas) / batch.rows / weight
         self._batch_seconds += SMOOTHING * (spent - self._batch_seconds)
         if decoded:
