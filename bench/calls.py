@@ -56,11 +56,11 @@ class Request:
         return f"POST {self.path} HTTP/1.1\r\n{head}\r\n".encode() + self.body
 
 
-def make_jpeg() -> bytes:
-    """A picture of 320 x 240."""
+def make_jpeg(size: tuple[int, int] = (320, 240)) -> bytes:
+    """A picture of that width and height, as smooth as a photograph."""
     pixels = np.random.default_rng(0).integers(0, 255, (60, 80, 3), dtype=np.uint8)
     stream = BytesIO()
-    Image.fromarray(pixels).resize((320, 240)).save(stream, "JPEG")
+    Image.fromarray(pixels).resize(size).save(stream, "JPEG")
     return stream.getvalue()
 
 
