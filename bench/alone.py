@@ -104,9 +104,8 @@ def build_sentences(folder: Path) -> Steps:
     )
 
 
-def build_digits(folder: Path) -> Steps:
+def build_digits(_: Path) -> Steps:
     """The module of the embedded model, up to its pooling."""
-    del folder
     module = digits.digits()
     module.load_state_dict(load_file(digits.WEIGHTS))
     features: Any = torch.nn.Sequential(*list(module.eval().children())[:4])  # up to ``pool``
