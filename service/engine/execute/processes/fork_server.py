@@ -26,7 +26,7 @@ from layertap.service.engine.execute.processes import forking
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.forking import fork, leave_signals_to_server, wait_for_child
 from layertap.service.engine.execute.processes.host import run_model_host
-from layertap.service.engine.execute.processes.messages import HostOptions, WaitForProcess
+from layertap.service.engine.execute.processes.messages import HostOptions
 
 FAILED = "the process that starts models' processes failed"
 # It gets the server's search path, without the working directory in front; signals are ignored from the start.
@@ -52,38 +52,57 @@ IMPORTS: Mapping[str, Callable[[], object]] = {  # the libraries that hosts need
 
 
 class ForkServer:
-    """The process that starts hosts; any thread may use it. EOFError if it is gone, or does not answer in time."""
+    """The process that starts hosts; any thread may use it. If it dies, or does not answer in time, it is ended."""
 
-    def __init__(self, channel: Channel, end: Callable[[], object]) -> None:
-        """``end`` kills the process, and returns when it has ended."""
-        self._channel = channel
-        self._end = end
+    def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self._kill: Callable[[], object] = _do_nothing  # and wait for its end
 
     def ask(self, message: object, timeout: float, descriptors: Sequence[int] = ()) -> Any:
-        """The answer to a message, within ``timeout`` seconds."""
+        """The answer to a message, within ``timeout`` seconds; EOFError."""
         with self._lock:
             try:
+                if self._channel is None:
+                    raise EOFError("the fork server has ended")
                 return self._channel.ask(message, timeout, descriptors)
-            except TimeoutError as error:
-                self._channel.close()  # a late answer would be taken for the next one
+            except (EOFError, TimeoutError) as error:
+                self._close()  # a late answer would be taken for the next one
                 raise EOFError("the fork server does not answer") from error
 
-    def forget(self) -> None:
-        """Close this end in a forked process; the parent goes on using the fork server."""
-        self._channel.close()
+    def start(self, start: Callable[[socket.socket], Callable[[], object]]) -> None:
+        """Start it if it does not run: ``start`` is given its end of the connection; returns what kills it."""
+        with self._lock:
+            if self._channel is None:
+                channel, connection = connect()
+                with closing(connection):
+                    self._kill = start(connection)
+                self._channel = channel
 
     def close(self) -> None:
-        """End the fork server and its hosts."""
-        self._end()  # kill also a stopped or disconnected process
-        self._channel.close()
+        """End the fork server and its hosts, also while it is asked."""
+        self._kill()
+        with self._lock:
+            self._close()
+
+    def forget(self) -> None:
+        """Close this end in a forked process, which has no other threads; the parent goes on using the fork server."""
+        self._lock = threading.Lock()
+        self._kill = _do_nothing
+        self._close()
+
+    def _close(self) -> None:
+        self._kill()  # also a stopped process
+        self._kill = _do_nothing
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
 
 class HostProcess:
     """A host's process; whoever started it ends it. ``descriptor`` becomes readable when it ends."""
 
-    def __init__(self, server: ForkServer, pid: int) -> None:
-        self._server = server
+    def __init__(self, pid: int) -> None:
         self._pid = pid
         self.descriptor = os.pidfd_open(pid)  # only ``end`` waits for the process, so the pid is not reused before
 
@@ -101,41 +120,18 @@ class HostProcess:
         descriptor, self.descriptor = self.descriptor, -1
         os.close(descriptor)
         with suppress(EOFError, OSError):
-            status: int | None = self._server.ask(WaitForProcess(self._pid), END_SECONDS)
+            status: int | None = _server.ask(self._pid, END_SECONDS)
             return status
         return None
 
 
-class _ForkServers:
-    """The current fork server of this process; a new one replaces it if it dies."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._current: ForkServer | None = None
-
-    def get(self, start: Callable[[], ForkServer]) -> ForkServer:
-        with self._lock:
-            self._current = self._current or start()
-            return self._current
-
-    def close(self, server: ForkServer | None = None) -> None:
-        """End this fork server, or the current one."""
-        with self._lock:
-            if self._current is not None and server in (None, self._current):
-                self._current.close()
-                self._current = None
-
-    def forget(self) -> None:
-        """Reset this object in a forked process: the thread that held the lock does not exist there."""
-        self._lock = threading.Lock()
-        if self._current is not None:
-            self._current.forget()
-            self._current = None
+def _do_nothing() -> None:
+    """Kills no process."""
 
 
-_servers = _ForkServers()
-atexit.register(_servers.close)
-os.register_at_fork(after_in_child=_servers.forget)
+_server = ForkServer()
+atexit.register(_server.close)
+os.register_at_fork(after_in_child=_server.forget)
 
 
 def fork_this_process(source: str = "") -> None:
@@ -144,53 +140,49 @@ def fork_this_process(source: str = "") -> None:
     It begins to import the libraries that a host of the model ``source`` needs. This process must have one thread of
     Python and must not have computed on several threads; the fork server ends with this thread.
     """
-    _servers.get(partial(_fork, source))
+    _server.start(partial(_fork, source))
 
 
 def start_host(connection: socket.socket, options: HostOptions) -> HostProcess:
     """Start a host, which loads a model and reports on ``connection``; LoadError if it can't be started."""
     for _ in range(STARTS):
-        server = _servers.get(_start_python)
         try:
-            started: int | LoadError = server.ask(options, START_SECONDS, [connection.fileno()])
+            _server.start(_start_python)
+            started: int | LoadError = _server.ask(options, START_SECONDS, [connection.fileno()])
             if isinstance(started, LoadError):
                 raise started
-            return HostProcess(server, started)
+            return HostProcess(started)
         except EOFError:
-            _servers.close(server)
+            continue
         except OSError as error:
             raise LoadError(f"no process can be started to load it ({error.strerror})") from error
     raise LoadError("no process can be started to load it")
 
 
-def _fork(source: str) -> ForkServer:
+def _fork(source: str, connection: socket.socket) -> Callable[[], object]:
     """Fork this process."""
-    channel, connection = connect()
-    with closing(connection):
-        pid = fork(partial(run, connection.fileno(), source), FAILED)
+    pid = fork(partial(run, connection.fileno(), source), FAILED)
 
-    def end() -> None:
+    def kill() -> None:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
-    return ForkServer(channel, end)
+    return kill
 
 
-def _start_python() -> ForkServer:
+def _start_python(connection: socket.socket) -> Callable[[], object]:
     """Start a new Python process; this one may have any number of threads."""
-    channel, connection = connect()
-    with closing(connection):
-        number = connection.fileno()
-        process = subprocess.Popen(  # noqa: S603  (this Python, and a number)
-            [sys.executable, "-c", RUN, str(number), *sys.path], stdin=subprocess.DEVNULL, pass_fds=[number]
-        )
+    number = connection.fileno()
+    process = subprocess.Popen(  # noqa: S603  (this Python, and a number)
+        [sys.executable, "-c", RUN, str(number), *sys.path], stdin=subprocess.DEVNULL, pass_fds=[number]
+    )
 
-    def end() -> None:
+    def kill() -> None:
         process.kill()
         process.wait()
 
-    return ForkServer(channel, end)
+    return kill
 
 
 _imported: set[str] = set()
@@ -221,8 +213,8 @@ def _serve(channel: Channel) -> None:
         if isinstance(message, HostOptions):
             _import_library(message.spec.source)
             channel.send(_start_host(channel, descriptors[0], message))
-        elif isinstance(message, WaitForProcess):
-            channel.send(wait_for_child(message.pid))
+        elif isinstance(message, int):
+            channel.send(wait_for_child(message))
 
 
 def _import_library(source: str) -> None:

@@ -86,16 +86,6 @@ def limit_memory(more_bytes: int) -> None:
 
 
 @contextmanager
-def limit_seconds(seconds: float) -> Iterator[None]:
-    """Kill this process if the block takes longer, whatever code it runs."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-@contextmanager
 def mute_stderr() -> Iterator[None]:
     """Keep what the block writes to stderr out of the log: libtiff has a line for each bad row of a fax."""
     kept = os.dup(2)

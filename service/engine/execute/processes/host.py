@@ -29,9 +29,8 @@ from layertap.models.sources.python import add_search_folders
 from layertap.service import allocator, logs
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.forking import be_killed_first, fork, limit_memory, wait_for_child
-from layertap.service.engine.execute.processes.messages import HostOptions, Turn, WaitForProcess
+from layertap.service.engine.execute.processes.messages import HostOptions
 from layertap.service.engine.execute.processes.progress import Progress, map_progress
-from layertap.service.engine.execute.processes.references import WorkerReferences
 from layertap.service.engine.execute.processes.worker import DecodingWorker, Worker
 
 T = TypeVar("T")
@@ -79,11 +78,11 @@ def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo | None, Cre
 @contextmanager
 def _take_turn(channel: Channel) -> Iterator[None]:
     """Wait for other models' hosts, all known to the server, as ``turns.take_turn`` does for models of one process."""
-    channel.ask(Turn(wanted=True), timeout=None)
+    channel.ask(True, timeout=None)
     try:
         yield
     finally:
-        channel.send(Turn(wanted=False))
+        channel.send(False)
 
 
 def run_in_copy(function: Callable[[], T]) -> T:
@@ -143,8 +142,8 @@ def _serve(channel: Channel, create_worker: CreateWorker, options: HostOptions) 
     """Start workers and report how they ended, on the server's request; EOFError once it closes the connection."""
     while True:
         message, descriptors = channel.receive_with_descriptors()
-        if isinstance(message, WaitForProcess):
-            channel.send(wait_for_child(message.pid))
+        if isinstance(message, int):
+            channel.send(wait_for_child(message))
         else:
             connection, memory = descriptors
             work = partial(_work, channel, connection, memory, create_worker, options.worker_bytes)
@@ -161,4 +160,4 @@ def _work(channel: Channel, connection: int, memory: int, create_worker: CreateW
     be_killed_first()
     limit_memory(worker_bytes)
     worker = create_worker(map_progress(memory))
-    worker.serve(Channel(socket.socket(fileno=connection), WorkerReferences()))
+    worker.serve(Channel(socket.socket(fileno=connection)))

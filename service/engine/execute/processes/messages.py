@@ -1,17 +1,31 @@
-"""Messages from the server to its other processes, and their answers: plain data."""
+"""Messages between the server and its other processes: plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.spec import ModelSpec
-from layertap.service.engine.batch import Batch
-from layertap.service.engine.execute.executor import ModelFunction
-from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
+
+# To a worker: the name of its method, and what it is called with. ``decode``: items; the answer is an ``ItemAttempts``.
+# ``call``: a function of the model; a ``CallOutcome``. ``run``: a batch as ``wire`` packs it; its results.
+ToWorker = tuple[Literal["decode", "call", "run"], Any]
+# From a worker: a kind, and its answer. ``part``: some results of a batch, more follow. ``decoded``: its pictures are;
+# the worker waits for the slices that join. ``answer``: the last one. ``end``: that, and the worker can't go on.
+FromWorker = tuple[Literal["part", "decoded", "answer", "end"], Any]
+# To the process that started a host or a worker: wait until the process with this pid ends. The answer is its exit
+# status, negative after a signal; None if another process started it.
+Pid = int
+# From a host: whether it wants to measure its model while no other is measured. The answer, None, gives it the turn
+# until it says False, or sends the model's description or an error.
+WantsTurn = bool
+# To a model's host: start a worker; the descriptors of its connection and its progress are sent along. The answer is
+# its pid, or None if the system allows no more processes; the worker sends None over its connection when it is ready.
+START_WORKER = "start"
 
 
 @dataclass(frozen=True)
@@ -33,53 +47,3 @@ class HostOptions:
     plans: Path | None
     pictures: ModelInputs | None = None
     reload: bool = False
-
-
-@dataclass(frozen=True)
-class Turn:
-    """From a host: whether it wants to measure its model while no other is measured.
-
-    The answer, None, gives it the turn until it sends ``wanted=False``, the model's description, or an error.
-    """
-
-    wanted: bool
-
-
-@dataclass(frozen=True)
-class WaitForProcess:
-    """To the process that started a host or a worker: wait until that ends.
-
-    The answer is its exit status, negative after a signal; None if another process started it.
-    """
-
-    pid: int
-
-
-@dataclass(frozen=True)
-class StartWorker:
-    """To a model's host: start a worker; the descriptors of its connection and its progress are sent along.
-
-    The answer is its pid; the worker sends None over its connection when it is ready.
-    """
-
-
-@dataclass(frozen=True)
-class DecodeItems:
-    """To a worker: decode items. Its answer is an ``ItemAttempts``."""
-
-    items: Sequence[LocalItem]
-
-
-@dataclass(frozen=True)
-class CallModel:
-    """To a worker: call a function of the model. Its answer is a ``CallOutcome``."""
-
-    function: ModelFunction
-
-
-@dataclass(frozen=True)
-class BatchDecoded:
-    """From a worker, if rows wait: its batch's pictures are decoded. It waits for a batch of the rows that join."""
-
-
-ToWorker = DecodeItems | Batch | CallModel  # a batch is answered by one ``BatchResult`` or several

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from layertap.models.devices.memory import measure_private_bytes
 from layertap.models.errors import Failure, LayertapError, LoadError, label_failures
 from layertap.models.fingerprint import get_proven_part
 from layertap.models.model_info import ModelInfo
 from layertap.models.turns import build_beside, take_turn
-from layertap.service.engine.execute.processes.channel import connect
+from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.fork_server import HostProcess, start_host
-from layertap.service.engine.execute.processes.messages import HostOptions, StartWorker, Turn, WaitForProcess
+from layertap.service.engine.execute.processes.messages import START_WORKER, HostOptions
 from layertap.service.engine.execute.processes.progress import Progress, create_progress
 from layertap.service.types import RestartReason
 
@@ -32,10 +31,10 @@ OnRestart = Callable[[str, RestartReason], None]
 
 @dataclass(frozen=True)
 class StartedWorker:
-    """A worker that has just been started: its pid, its connection and its shared state."""
+    """A worker that has just been started: its pid, the channel to it and its shared state."""
 
     pid: int
-    connection: socket.socket
+    channel: Channel
     progress: Progress
 
 
@@ -57,8 +56,7 @@ class ModelHost:
         self._identity: object = None  # of the model at its first load
         self._load_seconds = 0.0  # of the first load
         self._descriptor: int | None = None
-        self._channel, unused = connect()  # closed, so that each process gets a channel of its own
-        unused.close()
+        self._channel: Channel | None = None
         self._process: HostProcess | None = None
 
     def load(self) -> ModelInfo | None:
@@ -71,7 +69,7 @@ class ModelHost:
             if self._closed:
                 raise LoadError(f"model {self.name} is unloaded")
             for worker in list(self.workers.values()):  # of the previous host; other threads still wait for some
-                worker.connection.close()
+                worker.channel.close()
             self._end()
             try:
                 return self._load()
@@ -88,22 +86,20 @@ class ModelHost:
             raise LoadError(f"model {self.name} is unloaded")
         pid: int | None = None
         try:
-            channel, connection = connect()
-            try:
-                with closing(connection):  # else a closed other end would go unnoticed here
-                    progress, memory = create_progress()
-                    try:
-                        pid = cast("int | None", self._ask(StartWorker(), (connection.fileno(), memory)))
-                    finally:
-                        os.close(memory)
+            with ExitStack() as failed, ExitStack() as sent:
+                channel, connection = connect()
+                failed.callback(channel.close)
+                sent.callback(connection.close)  # else a closed other end would go unnoticed here
+                progress, memory = create_progress()
+                sent.callback(os.close, memory)
+                pid = self._ask(START_WORKER, (connection.fileno(), memory))
+                sent.close()
                 if pid is None:
                     raise OSError("the system allows no more processes")
-                started = self.workers[pid] = StartedWorker(pid, channel.connection, progress)
+                started = self.workers[pid] = StartedWorker(pid, channel, progress)
                 channel.receive(START_SECONDS)  # it is ready
+                failed.pop_all()
                 return started
-            except BaseException:
-                channel.close()
-                raise
         except (EOFError, OSError) as error:
             if pid is not None:  # its connection is closed, so it ends
                 self.wait_for_worker(pid)
@@ -113,7 +109,7 @@ class ModelHost:
         """The exit status of an ending worker; None if unknown."""
         status: int | None = None
         with suppress(EOFError, OSError):
-            status = self._ask(WaitForProcess(pid))
+            status = self._ask(pid)
         self.workers.pop(pid, None)
         return status
 
@@ -132,14 +128,14 @@ class ModelHost:
         if self._lock.locked() and self._process is not None:  # nobody waits for this load any more
             self._process.kill()
         for worker in list(self.workers.values()):
-            worker.connection.close()  # also a worker that started while the server began to shut down
+            worker.channel.close()  # also a worker that started while the server began to shut down
             self.wait_for_worker(worker.pid)  # only the host can reap it if this process is PID 1
         with self._lock:
             self._end()
 
     def _load(self) -> ModelInfo | None:
-        self._channel, connection = connect()
-        started = time.monotonic()
+        channel, connection = connect()
+        self._channel, started = channel, time.monotonic()
         again = self._load_seconds > 0.0
         seconds = max(MIN_RELOAD_SECONDS, RELOAD_FACTOR * self._load_seconds) if again else LOAD_SECONDS
         with closing(connection), label_failures("killed"):
@@ -147,7 +143,7 @@ class ModelHost:
             if self._closed:  # meanwhile: ``close`` found no process to end
                 raise LoadError(f"model {self.name} is unloaded")
         try:
-            answer = self._receive_model(started + seconds)
+            answer = self._receive_model(channel, started + seconds)
         except EOFError:
             status, self._process = self._process.end(START_SECONDS), None
             kind: Failure = "killed" if status in (None, -signal.SIGKILL) else "other"
@@ -165,32 +161,36 @@ class ModelHost:
         self._descriptor = os.dup(self._process.descriptor) if self._process is not None else None
         return answer
 
-    def _receive_model(self, deadline: float) -> ModelInfo | LayertapError | None:
+    def _receive_model(self, channel: Channel, deadline: float) -> ModelInfo | LayertapError | None:
         """The host's answer once it has loaded the model; until then, grant it turns with other models."""
         with ExitStack() as turn:
             if self._options.pictures is None:
                 turn.enter_context(build_beside())  # until the host wants to measure
             while True:
-                message = self._channel.receive(max(deadline - time.monotonic(), 0.0))
-                if not isinstance(message, Turn):
+                message = channel.receive(max(deadline - time.monotonic(), 0.0))
+                if not isinstance(message, bool):
                     answer: ModelInfo | LayertapError | None = message
                     return answer
                 turn.close()
-                if message.wanted:
+                if message:
                     turn.enter_context(take_turn())
-                    self._channel.send(None)
+                    channel.send(None)
 
     def _ask(self, message: object, descriptors: Sequence[int] = ()) -> Any:
         """The process's answer; if it is gone or late, end it: a late answer would be taken for the next one."""
         with self._lock:
             try:
+                if self._channel is None:
+                    raise EOFError("the host has ended")
                 return self._channel.ask(message, START_SECONDS, descriptors)
             except (EOFError, TimeoutError):
                 self._end()
                 raise
 
     def _end(self) -> None:
-        self._channel.close()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
         if (descriptor := self.take_descriptor()) is not None:
             os.close(descriptor)
         if self._process is not None:
