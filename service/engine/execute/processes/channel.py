@@ -112,13 +112,6 @@ class Channel:
             raise _as_lost(error) from error
         return True
 
-    def has_arrived(self) -> bool:
-        """Whether something has arrived that was not received."""
-        try:
-            return bool(self._messages or self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except OSError:
-            return False
-
     def read(self) -> list[Any]:
         """Receive once: the messages that are complete by now. BlockingIOError from a socket that does not block."""
         try:

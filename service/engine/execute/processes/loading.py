@@ -76,7 +76,7 @@ class HostedModel(ModelInfo):
 
     @property
     def hooks(self) -> int:
-        """Our hooks that were on the model in its workers when they were last idle: 0."""
+        """Our hooks that were on the model in its workers when they were last counted: 0."""
         return sum(worker.progress.hooks for worker in list(self.host.workers.values()))
 
 

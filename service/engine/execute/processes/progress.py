@@ -18,8 +18,8 @@ class Progress(Structure):
 
     ``item``: the number of the item being decoded, also when the process ended; -1 if there is none; ``since``: when it
     began, on the clock of ``time.monotonic``, which all processes share. ``taken``: how many messages the worker has
-    received. ``hooks``: ours that were on the model when the worker was last idle: 0. ``rows_wait``: whether rows of
-    the model wait that are in no batch yet.
+    received. ``hooks``: ours that were on the model when they were last counted, after a message: 0. ``rows_wait``:
+    whether rows of the model wait that are in no batch yet.
     """
 
     item: int

@@ -39,6 +39,8 @@ from layertap.service.engine.rows import Attempt, Rows, join_rows
 from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.settings import Settings
 
+COUNT_SECONDS = 1.0  # between counts of hooks, which take longer than all else beside a forward
+
 
 class DecodingWorker:
     """A worker that only decodes."""
@@ -81,7 +83,7 @@ class DecodingWorker:
         return attempts
 
     def _note_hooks(self) -> None:
-        """Note what is left of the last message, if there is no other one yet."""
+        """Note how many hooks messages have left on the model."""
 
 
 class Worker(DecodingWorker):
@@ -91,6 +93,7 @@ class Worker(DecodingWorker):
         super().__init__(model.model_inputs, settings, progress)
         self._model = model
         self._specs = KnownSpecs()
+        self._hooks_at = 0.0  # when hooks are counted again
         self._methods = {"decode": self.decode, "call": self.call, "run": self.run}
 
     def call(self, function: ModelFunction) -> FromWorker:
@@ -161,8 +164,8 @@ class Worker(DecodingWorker):
         return join_rows(parts)
 
     def _note_hooks(self) -> None:
-        if not self._channel.has_arrived():
-            self._progress.hooks = self._model.hooks
+        if (now := time.monotonic()) >= self._hooks_at:
+            self._progress.hooks, self._hooks_at = self._model.hooks, now + COUNT_SECONDS
 
 
 def split_results(results: Sequence[SliceResult]) -> Iterator[list[SliceResult]]:
