@@ -26,9 +26,9 @@ from layertap.models.selection.hook_points import TensorData
 from layertap.service.inputs.items import ImageItem
 
 HEADER = struct.Struct("=QQQQ")  # bytes behind it, of these the pickle's, bytes of shared memory, number of buffers
-MAX_INLINE_BYTES = 64 * 1024  # of a message's buffers that are sent behind its pickle; more go into shared memory
+MAX_INLINE_BYTES = 192 * 1024  # of a message's buffers that are sent behind its pickle; more go into shared memory
 LARGE_BYTES = 2**20  # of buffers: copied in a thread, so that the event loop goes on
-KEPT_BYTES = 2 * MAX_INLINE_BYTES  # of the buffer that a channel receives into; a longer message gets its own
+KEPT_BYTES = MAX_INLINE_BYTES + 64 * 1024  # of the buffer that a channel receives into; a longer message gets its own
 ALIGNMENT = 64
 PADDING = bytes(ALIGNMENT)
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})  # the last: closed at this end
@@ -178,6 +178,8 @@ class Channel:
 def connect() -> tuple[Channel, socket.socket]:
     """A channel, and the socket of its other end for another process."""
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    for each in (own, other):  # so that most messages are sent at once
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KEPT_BYTES)
     return Channel(own), other
 
 
@@ -248,16 +250,13 @@ def _reduce_error(error: Exception) -> Any:
     return _make_error, (type(error), error.args, vars(error), lines)
 
 
-def _reduce_picture(item: ImageItem) -> tuple[Any, ...]:
-    return _make_picture, (pickle.PickleBuffer(item.data),)
-
-
-def _reduce_data(data: TensorData) -> tuple[Any, ...]:
-    return _make_data, (data.shape, pickle.PickleBuffer(data.data))
+def _reduce_bytes(value: ImageItem | TensorData) -> tuple[Any, ...]:
+    shape = (value.shape,) if isinstance(value, TensorData) else ()
+    return _make_of_bytes, (type(value), shape, pickle.PickleBuffer(value.data))
 
 
 _reducers = _Reducers(
-    {Tensor: _reduce_tensor, Exception: _reduce_error, ImageItem: _reduce_picture, TensorData: _reduce_data}
+    {Tensor: _reduce_tensor, Exception: _reduce_error, ImageItem: _reduce_bytes, TensorData: _reduce_bytes}
 )
 
 
@@ -272,12 +271,8 @@ def _make_error(kind: type[Exception], args: tuple[Any, ...], more: dict[str, An
     return error
 
 
-def _make_picture(data: memoryview) -> ImageItem:
-    return ImageItem(bytes(data))
-
-
-def _make_data(shape: tuple[int, ...], data: memoryview) -> TensorData:
-    return TensorData(shape, bytes(data))
+def _make_of_bytes(kind: Callable[..., object], shape: tuple[Any, ...], data: memoryview) -> object:
+    return kind(*shape, bytes(data))
 
 
 def _as_lost(error: OSError) -> Exception:

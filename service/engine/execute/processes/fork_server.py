@@ -1,4 +1,4 @@
-"""The fork server, from which hosts are forked: the server's view of it and of the hosts; at the end, its own code.
+"""The fork server, from which hosts are forked: how it starts, and at the end its own code.
 
 It has imported the libraries that hosts need, and runs one thread of Python.
 """
@@ -8,25 +8,22 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from layertap.models.errors import LoadError
 from layertap.service.engine.execute.processes import forking
 from layertap.service.engine.execute.processes.channel import Channel, connect
-from layertap.service.engine.execute.processes.forking import fork, leave_signals_to_server, wait_for_child
-from layertap.service.engine.execute.processes.host import run_model_host
-from layertap.service.engine.execute.processes.messages import HostOptions
+from layertap.service.engine.execute.processes.forker import ForkedProcess, Forker
+from layertap.service.engine.execute.processes.host import HostOptions, run_model_host
 
 FAILED = "the process that starts models' processes failed"
 # It gets the server's search path, without the working directory in front; signals are ignored from the start.
@@ -41,7 +38,6 @@ run_and_exit(lambda: run(int(sys.argv[1])), {FAILED!r})
 """
 STARTS = 2  # the fork server may have died since its last use
 START_SECONDS = 300.0  # for a fork server that imports libraries first, on a busy machine
-END_SECONDS = 60.0  # for a process that has been killed
 DESCRIPTORS = Path("/proc/self/fd")
 STDERR = 2
 IMPORTS: Mapping[str, Callable[[], object]] = {  # the libraries that hosts need, by the kind of their model's source
@@ -49,89 +45,42 @@ IMPORTS: Mapping[str, Callable[[], object]] = {  # the libraries that hosts need
     "timm": lambda: import_module("timm"),
     "transformers": lambda: import_module("transformers.models.auto.modeling_auto"),
 }
+Start = Callable[[socket.socket], Callable[[], object]]  # starts a process with a connection; returns what kills it
 
 
-class ForkServer:
-    """The process that starts hosts; any thread may use it. If it dies, or does not answer in time, it is ended."""
+class _ForkServers:
+    """The current fork server of this process; a new one replaces it if it dies."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._channel: Channel | None = None
-        self._kill: Callable[[], object] = _do_nothing  # and wait for its end
+        self._current: Forker | None = None
 
-    def ask(self, message: object, timeout: float, descriptors: Sequence[int] = ()) -> Any:
-        """The answer to a message, within ``timeout`` seconds; EOFError."""
+    def get(self, start: Start) -> Forker:
         with self._lock:
-            try:
-                if self._channel is None:
-                    raise EOFError("the fork server has ended")
-                return self._channel.ask(message, timeout, descriptors)
-            except (EOFError, TimeoutError) as error:
-                self._close()  # a late answer would be taken for the next one
-                raise EOFError("the fork server does not answer") from error
-
-    def start(self, start: Callable[[socket.socket], Callable[[], object]]) -> None:
-        """Start it if it does not run: ``start`` is given its end of the connection; returns what kills it."""
-        with self._lock:
-            if self._channel is None:
+            if self._current is None:
                 channel, connection = connect()
                 with closing(connection):
-                    self._kill = start(connection)
-                self._channel = channel
+                    self._current = Forker(channel, start(connection))
+            return self._current
 
-    def close(self) -> None:
-        """End the fork server and its hosts, also while it is asked."""
-        self._kill()
+    def close(self, server: Forker | None = None) -> None:
+        """End this fork server, or the current one, and its hosts."""
         with self._lock:
-            self._close()
+            if self._current is not None and server in (None, self._current):
+                self._current.close()
+                self._current = None
 
     def forget(self) -> None:
         """Close this end in a forked process, which has no other threads; the parent goes on using the fork server."""
         self._lock = threading.Lock()
-        self._kill = _do_nothing
-        self._close()
-
-    def _close(self) -> None:
-        self._kill()  # also a stopped process
-        self._kill = _do_nothing
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        if self._current is not None:
+            self._current.channel.close()
+            self._current = None
 
 
-class HostProcess:
-    """A host's process; whoever started it ends it. ``descriptor`` becomes readable when it ends."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self.descriptor = os.pidfd_open(pid)  # only ``end`` waits for the process, so the pid is not reused before
-
-    def kill(self) -> None:
-        """Kill the process; any thread may, also during ``end``."""
-        with suppress(OSError):
-            signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
-
-    def end(self, seconds: float = 0.0) -> int | None:
-        """The exit status; kills the process after ``seconds``. None if the status is unknown."""
-        poll = select.poll()
-        poll.register(self.descriptor, select.POLLIN)
-        poll.poll(seconds * 1000)
-        self.kill()
-        descriptor, self.descriptor = self.descriptor, -1
-        os.close(descriptor)
-        with suppress(EOFError, OSError):
-            status: int | None = _server.ask(self._pid, END_SECONDS)
-            return status
-        return None
-
-
-def _do_nothing() -> None:
-    """Kills no process."""
-
-
-_server = ForkServer()
-atexit.register(_server.close)
-os.register_at_fork(after_in_child=_server.forget)
+_servers = _ForkServers()
+atexit.register(_servers.close)
+os.register_at_fork(after_in_child=_servers.forget)
 
 
 def fork_this_process(source: str = "") -> None:
@@ -140,28 +89,26 @@ def fork_this_process(source: str = "") -> None:
     It begins to import the libraries that a host of the model ``source`` needs. This process must have one thread of
     Python and must not have computed on several threads; the fork server ends with this thread.
     """
-    _server.start(partial(_fork, source))
+    _servers.get(partial(_fork, source))
 
 
-def start_host(connection: socket.socket, options: HostOptions) -> HostProcess:
+def start_host(connection: socket.socket, options: HostOptions) -> ForkedProcess:
     """Start a host, which loads a model and reports on ``connection``; LoadError if it can't be started."""
+    detail = "no process can be started to load it"
     for _ in range(STARTS):
         try:
-            _server.start(_start_python)
-            started: int | LoadError = _server.ask(options, START_SECONDS, [connection.fileno()])
-            if isinstance(started, LoadError):
-                raise started
-            return HostProcess(started)
+            server = _servers.get(_start_python)
+            return ForkedProcess(server, server.fork(options, [connection.fileno()], START_SECONDS))
         except EOFError:
-            continue
+            _servers.close(server)
         except OSError as error:
-            raise LoadError(f"no process can be started to load it ({error.strerror})") from error
-    raise LoadError("no process can be started to load it")
+            raise LoadError(f"{detail} ({error.strerror})") from error
+    raise LoadError(detail)
 
 
 def _fork(source: str, connection: socket.socket) -> Callable[[], object]:
     """Fork this process."""
-    pid = fork(partial(run, connection.fileno(), source), FAILED)
+    pid = forking.fork(partial(run, connection.fileno(), source), FAILED)
 
     def kill() -> None:
         with suppress(ProcessLookupError, ChildProcessError):
@@ -193,7 +140,7 @@ def run(descriptor: int, source: str = "") -> None:
 
     The libraries that a host of the model ``source`` needs are imported first.
     """
-    leave_signals_to_server()
+    forking.leave_signals_to_server()
     # A collection would write to shared pages, which copies them, and might close a descriptor whose number is
     # already reused here.
     gc.freeze()
@@ -204,17 +151,13 @@ def run(descriptor: int, source: str = "") -> None:
                 os.close(other)
     _import_library(source)
     with suppress(EOFError):
-        _serve(Channel(socket.socket(fileno=descriptor)))
+        channel = Channel(socket.socket(fileno=descriptor))
+        forking.fork_on_request(channel, _prepare, run_model_host, "a model's process failed")
 
 
-def _serve(channel: Channel) -> None:
-    while True:
-        message, descriptors = channel.receive_with_descriptors()
-        if isinstance(message, HostOptions):
-            _import_library(message.spec.source)
-            channel.send(_start_host(channel, descriptors[0], message))
-        elif isinstance(message, int):
-            channel.send(wait_for_child(message))
+def _prepare(options: HostOptions) -> str:
+    _import_library(options.spec.source)
+    return options.spec.name
 
 
 def _import_library(source: str) -> None:
@@ -227,18 +170,3 @@ def _import_library(source: str) -> None:
             IMPORTS[kind]()
         gc.freeze()
         gc.enable()
-
-
-def _start_host(channel: Channel, connection: int, options: HostOptions) -> int | LoadError:
-    """A new host's pid, or the error; other models' hosts go on."""
-    try:
-        return fork(partial(_run_host, channel, connection, options), "a model's process failed", options.spec.name)
-    except OSError as error:
-        return LoadError(f"no process can be started to load it ({error.strerror})")
-    finally:
-        os.close(connection)
-
-
-def _run_host(channel: Channel, connection: int, options: HostOptions) -> None:
-    channel.close()
-    run_model_host(socket.socket(fileno=connection), options)

@@ -1,4 +1,4 @@
-"""Forked processes: how they start and end, and their limits."""
+"""Forked processes: how they start, for whom, how they end, and their limits."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from layertap.service.engine.execute.processes.channel import Channel
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 OOM_SCORE = Path("/proc/self/oom_score_adj")
@@ -48,13 +50,38 @@ def run_and_exit(work: Callable[[], object], failure: str, model: str = "") -> N
         os._exit(status)
 
 
+def fork_on_request(
+    channel: Channel, prepare: Callable[[Any], str], work: Callable[..., object], failure: str
+) -> NoReturn:
+    """Serve a ``Forker``: call ``work`` in a forked process with each message and its descriptors; EOFError at the end.
+
+    ``prepare`` is called before, in this process, with the message; it returns the model's name.
+    """
+    while True:
+        message, descriptors = channel.receive_with_descriptors()
+        if isinstance(message, int):
+            channel.send(wait_for_child(message))
+            continue
+
+        def work_alone(message: Any = message, descriptors: Sequence[int] = descriptors) -> None:
+            channel.close()
+            work(message, *descriptors)
+
+        try:
+            answer: int | str = fork(work_alone, failure, prepare(message))
+        except OSError as error:
+            answer = error.strerror or ""
+        for each in descriptors:
+            os.close(each)
+        channel.send(answer)
+
+
 def wait_for_child(pid: int) -> int | None:
-    """The exit status of an ending process; None if this process did not start it."""
+    """The exit status of an ending process, negative after a signal; None if this process did not start it."""
     try:
-        _, status = os.waitpid(pid, 0)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     except ChildProcessError:
         return None
-    return os.waitstatus_to_exitcode(status)
 
 
 def leave_signals_to_server() -> None:
@@ -83,16 +110,3 @@ def limit_memory(more_bytes: int) -> None:
     limit = int(now.split()[1]) * 1024 + more_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would contain users' pictures
-
-
-@contextmanager
-def mute_stderr() -> Iterator[None]:
-    """Keep what the block writes to stderr out of the log: libtiff has a line for each bad row of a fax."""
-    kept = os.dup(2)
-    with Path(os.devnull).open("wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)

@@ -21,7 +21,7 @@ from layertap.service.engine.execute.executor import (
     Executor,
     InProcessExecutor,
 )
-from layertap.service.engine.execute.processes.messages import HostOptions
+from layertap.service.engine.execute.processes.host import HostOptions
 from layertap.service.engine.execute.processes.model_host import ModelHost, OnRestart
 from layertap.service.engine.execute.processes.process_executor import ProcessExecutor
 from layertap.service.engine.execute.processes.worker_decoder import WorkerDecoder

@@ -1,9 +1,9 @@
-"""Batches and their results as plain tuples, as they travel; specs are sent once, and captures as numbers."""
+"""Messages to workers and from them as plain tuples; specs are sent once, and captures as numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import Costs
@@ -25,6 +25,11 @@ SpecReference = int | tuple[int | None, dict[str, Any], bool, Captures]
 SentSlice = tuple[int, int, SpecReference, Rows, tuple[ImageItem, ...]]  # how many rows, the first one's number, …
 SentBatch = tuple[int, int, int | None, Sequence[SentSlice]]  # slots, those of a row alone, padded rows, slices
 SentResult = tuple[Any, ...]  # the fields of a SliceResult in order, with captures as numbers
+# To a worker: the name of its method, and what it is called with: items, a function of the model, or a SentBatch.
+ToWorker = tuple[Literal["decode", "call", "run"], Any]
+# From a worker: a kind, and its answer. ``part``: some results of a batch, more follow. ``decoded``: its pictures are;
+# the worker waits for the slices that join. ``answer``: the last one. ``end``: that, and the worker can't go on.
+FromWorker = tuple[Literal["part", "decoded", "answer", "end"], Any]
 
 
 class SentSpecs:

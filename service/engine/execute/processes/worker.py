@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from layertap.models.errors import LayertapError, TooLargeError
@@ -28,17 +30,16 @@ from layertap.service.engine.batch import (
 from layertap.service.engine.execute.batch_runner import BatchRunner, Part
 from layertap.service.engine.execute.decode import try_to_decode
 from layertap.service.engine.execute.model_calls import ModelFunction, call_model
-from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel
-from layertap.service.engine.execute.processes.forking import mute_stderr
-from layertap.service.engine.execute.processes.messages import FromWorker
+from layertap.service.engine.execute.processes.channel import Channel
 from layertap.service.engine.execute.processes.progress import NO_ITEM, Progress
-from layertap.service.engine.execute.processes.wire import NO_KEY, KnownSpecs, SentBatch, pack_result
+from layertap.service.engine.execute.processes.wire import NO_KEY, FromWorker, KnownSpecs, SentBatch, pack_result
 from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.prepared_request import PreparedRequest
 from layertap.service.engine.rows import Attempt, Rows, join_rows
 from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.settings import Settings
 
+MAX_TOGETHER_BYTES = 32 * 1024  # of the results in one message
 COUNT_SECONDS = 1.0  # between counts of hooks, which take longer than all else beside a forward
 
 
@@ -173,9 +174,22 @@ def split_results(results: Sequence[SliceResult]) -> Iterator[list[SliceResult]]
     part: list[SliceResult] = []
     nbytes = 0
     for each in results:
-        if part and nbytes + each.nbytes > MAX_INLINE_BYTES // 2:
+        if part and nbytes + each.nbytes > MAX_TOGETHER_BYTES:
             yield part
             part, nbytes = [], 0
         part.append(each)
         nbytes += each.nbytes
     yield part
+
+
+@contextmanager
+def mute_stderr() -> Iterator[None]:
+    """Keep what the block writes to stderr out of the log: libtiff has a line for each bad row of a fax."""
+    kept = os.dup(2)
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import os
-import select
 import signal
 import time
 from collections import deque
@@ -17,8 +16,9 @@ from typing import Any
 
 from layertap.models.errors import LoadError
 from layertap.service.engine.batch import CPU
-from layertap.service.engine.execute.processes.messages import ToWorker
+from layertap.service.engine.execute.processes.forker import has_ended
 from layertap.service.engine.execute.processes.model_host import ModelHost, StartedWorker
+from layertap.service.engine.execute.processes.wire import ToWorker
 from layertap.service.engine.execute.processes.worker_process import RETRY_SECONDS, WorkerDiedError, WorkerProcess
 from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.errors import UnavailableError
@@ -78,7 +78,7 @@ class WorkerPool:
         self._on_idle = on_idle
         self.lost = asyncio.Event()  # of this host: tasks of the previous host keep their own event
         started, self._started = self._started, []
-        self._descriptor = self.host.take_descriptor()
+        self._descriptor = self.host.watch()
         if self._descriptor is None:
             self._lose()
             return
@@ -178,7 +178,7 @@ class WorkerPool:
         if worker in self._idle:
             self._idle.remove(worker)
             self.idle[CPU] = len(self._idle)
-        if self._descriptor is not None and _has_ended(self._descriptor):  # its host has ended, and it with that
+        if self._descriptor is not None and has_ended(self._descriptor):  # its host has ended, and it with that
             self._workers.append(worker)
             self._bury_host()
         else:
@@ -267,10 +267,3 @@ class WorkerPool:
 def _settle(answer: asyncio.Future[Any], outcome: Any) -> None:
     if not answer.done():  # its caller may have gone
         answer.set_result(outcome)
-
-
-def _has_ended(descriptor: int) -> bool:
-    """Whether a pidfd's process has ended."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))

@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any
 
 from layertap.service.engine.execute.processes.channel import LARGE_BYTES, pack, share
-from layertap.service.engine.execute.processes.messages import ToWorker
 from layertap.service.engine.execute.processes.model_host import StartedWorker
-from layertap.service.engine.execute.processes.wire import SentSpecs
+from layertap.service.engine.execute.processes.wire import SentSpecs, ToWorker
 from layertap.service.errors import UnavailableError
 from layertap.service.types import RestartReason
 

@@ -21,7 +21,7 @@ def make_specs(count: int, layer: str = ".") -> list[ForwardSpec]:
 
 def send(table: SentSpecs, worker: KnownSpecs, specs: Sequence[ForwardSpec]) -> int:
     """Have a worker get specs as it does with a batch; how many of them were new to it."""
-    sent = [table.refer(PreparedRequest(NO_KEY, spec=spec)) for spec in specs]
+    sent = [table.refer(PreparedRequest(key=NO_KEY, spec=spec)) for spec in specs]
     for (reference, captures), spec in zip(sent, specs, strict=True):
         found, numbers = worker.get(reference)
         assert vars(found.spec) == vars(spec)
@@ -56,4 +56,4 @@ def test_large_batch() -> None:
     table, worker, specs = SentSpecs(), KnownSpecs(), make_specs(2 * MAX_SPECS)
     send(table, worker, specs[:3])
     assert send(table, worker, [*specs, *specs]) == len(specs) - 3
-    assert len({table.refer(PreparedRequest(NO_KEY, spec=spec))[0] for spec in specs}) == len(specs)
+    assert len({table.refer(PreparedRequest(key=NO_KEY, spec=spec))[0] for spec in specs}) == len(specs)
