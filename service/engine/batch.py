@@ -236,15 +236,13 @@ class BatchResult:
     """Outcome of a batch: one result or several for each slice that is not in ``again``.
 
     ``again``: batches to rerun because their process died. ``failure``: why this process can't answer any more, if so.
-    ``more``: more results of the batch follow. ``crossing``: which layer showed that rows of this model affect each
-    other, if one did.
+    ``crossing``: which layer showed that rows of this model affect each other, if one did.
     """
 
     results: Sequence[SliceResult] = ()
     failures: BatchFailures = field(default_factory=BatchFailures)
     failure: str = ""
     again: Sequence[Batch] = ()
-    more: bool = False
     crossing: str = ""
 
     @property

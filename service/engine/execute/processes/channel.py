@@ -109,7 +109,8 @@ class Channel:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise _as_lost(error) from error
+            _check_connected(error)
+            raise
         return True
 
     def read(self) -> list[Any]:
@@ -119,7 +120,8 @@ class Channel:
                 [self._buffer[self._filled :]], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
         except OSError as error:
-            raise _as_lost(error) from error
+            _check_connected(error)
+            raise
         if not count:
             raise EOFError("the other process has ended")
         for _, _, numbers in ancillary:
@@ -275,6 +277,7 @@ def _make_of_bytes(kind: Callable[..., object], shape: tuple[Any, ...], data: me
     return kind(*shape, bytes(data))
 
 
-def _as_lost(error: OSError) -> Exception:
-    """EOFError for each error by which the system reports a closed connection; others as they are."""
-    return EOFError("the other process has ended") if error.errno in LOST else error
+def _check_connected(error: OSError) -> None:
+    """EOFError for each error by which the system reports a closed connection."""
+    if error.errno in LOST:
+        raise EOFError("the other process has ended") from error
