@@ -22,7 +22,7 @@ from pathlib import Path
 from layertap.models.errors import LoadError
 from layertap.service.engine.execute.processes import forking
 from layertap.service.engine.execute.processes.channel import Channel, connect
-from layertap.service.engine.execute.processes.forker import ForkedProcess, Forker
+from layertap.service.engine.execute.processes.forking import ForkedProcess, Forker
 from layertap.service.engine.execute.processes.host import HostOptions, run_model_host
 
 FAILED = "the process that starts models' processes failed"

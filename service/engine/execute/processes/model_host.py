@@ -17,7 +17,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.turns import build_beside, take_turn
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.fork_server import start_host
-from layertap.service.engine.execute.processes.forker import ForkedProcess, Forker
+from layertap.service.engine.execute.processes.forking import ForkedProcess, Forker
 from layertap.service.engine.execute.processes.host import HostOptions
 from layertap.service.engine.execute.processes.progress import Progress, create_progress
 from layertap.service.types import RestartReason

@@ -15,8 +15,8 @@ from layertap.service.engine.execute.model_calls import CallOutcome, ModelFuncti
 from layertap.service.engine.execute.processes.channel import LARGE_BYTES
 from layertap.service.engine.execute.processes.wire import Captures, SentResult, unpack_results
 from layertap.service.engine.execute.processes.worker_decoder import WorkerDecoder
-from layertap.service.engine.execute.processes.worker_pool import GRACE_SECONDS, ModelLostError, WorkerPool
-from layertap.service.engine.execute.processes.worker_process import WorkerDiedError, WorkerProcess
+from layertap.service.engine.execute.processes.worker_pool import GRACE_SECONDS, WorkerPool
+from layertap.service.engine.execute.processes.worker_process import ModelLostError, WorkerDiedError, WorkerProcess
 from layertap.service.errors import ForwardError, UnavailableError
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem
 from layertap.service.settings import Settings
@@ -139,7 +139,7 @@ class RunningBatch:
             return refuse(self._batch, error)
         if not isinstance(error, WorkerDiedError):
             return fail_batch(self._batch, error)
-        return self._blame(error) if error.taken or error.timed_out else BatchResult(again=(self._batch,))
+        return self._blame(error)
 
     def _blame(self, error: WorkerDiedError) -> BatchResult:
         """The result of a batch whose worker died: a blamed slice runs once more, alone; the others run again."""

@@ -16,23 +16,18 @@ from typing import Any
 
 from layertap.models.errors import LoadError
 from layertap.service.engine.batch import CPU
-from layertap.service.engine.execute.processes.forker import has_ended
+from layertap.service.engine.execute.processes.forking import has_ended
 from layertap.service.engine.execute.processes.model_host import ModelHost, StartedWorker
 from layertap.service.engine.execute.processes.wire import ToWorker
-from layertap.service.engine.execute.processes.worker_process import RETRY_SECONDS, WorkerDiedError, WorkerProcess
+from layertap.service.engine.execute.processes.worker_process import RETRY_SECONDS, ModelLostError, WorkerProcess
 from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.errors import UnavailableError
 from layertap.service.types import RestartReason
 
 GRACE_SECONDS = 1.0  # after the deadline
-SEND_TRIES = 3
 EARLY_SECONDS = 0.05  # a timer may end so much too soon: clocks of event loops have milliseconds
 SIGNALS: Mapping[int, RestartReason] = {signal.SIGALRM: "decode_timeout", signal.SIGKILL: "killed"}
 log = logging.getLogger("layertap")
-
-
-class ModelLostError(Exception):
-    """The process that had loaded the model has ended: retry once the model is loaded again."""
 
 
 def find_reason(status: int | None) -> RestartReason:
@@ -108,23 +103,19 @@ class WorkerPool:
             self._timer, self._timer_at = asyncio.get_running_loop().call_later(seconds, self._end_late), deadline
 
     async def ask(self, message: ToWorker, seconds: float) -> Any:
-        """The answer of the next idle worker; if that was dead before the message, another one gets it.
+        """The answer of the next idle worker.
 
-        WorkerDiedError, also if it takes longer than ``seconds``; ModelLostError if the host has ended;
-        UnavailableError.
+        WorkerDiedError, also if it takes longer than ``seconds``; ModelLostError, UnavailableError.
         """
-        for _ in range(SEND_TRIES):
-            worker = self.take() if self._idle else await self._wait()
-            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            deadline = time.monotonic() + seconds
-            self.watch(deadline)
-            worker.ask(message, partial(_settle, answer), deadline)
-            outcome = await answer
-            if not isinstance(outcome, Exception):
-                return outcome
-            if not isinstance(outcome, WorkerDiedError) or outcome.taken or outcome.timed_out:
-                raise outcome
-        raise UnavailableError("workers end before they are asked", retry_after=RETRY_SECONDS)
+        worker = self.take() if self._idle else await self._wait()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        deadline = time.monotonic() + seconds
+        self.watch(deadline)
+        worker.ask(message, partial(_settle, answer), deadline)
+        outcome = await answer
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     async def restart(self) -> None:
         """Load the model again, and start its workers; LoadError."""

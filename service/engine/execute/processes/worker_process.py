@@ -25,12 +25,16 @@ Follow = Callable[[str, Any], Any]  # takes what a worker sends before its answe
 OnFree = Callable[["WorkerProcess", bool, RestartReason | None], None]
 
 
+class ModelLostError(Exception):
+    """The process that was asked had ended before: ask again once the model is loaded, or another worker."""
+
+
 @dataclass(eq=False)
 class WorkerDiedError(Exception):
     """A worker ended, or was killed, before it answered.
 
-    ``taken``: it may have died because of the message; else it was dead before. ``timed_out``: it exceeded its time
-    limit. ``decoding``: the number of the item that it was decoding, and ``decode_seconds`` for how long; -1 if it was
+    ``taken``: it may have died because of the message, which it has read. ``timed_out``: it exceeded its time limit.
+    ``decoding``: the number of the item that it was decoding, and ``decode_seconds`` for how long; -1 if it was
     decoding none.
     """
 
@@ -44,7 +48,7 @@ class WorkerProcess:
     """A worker, which answers one message at a time.
 
     ``pid``: its process; ``progress``: its shared state; ``specs``: those it knows. ``deadline``: of its message, on
-    the clock of ``time.monotonic``; infinite if it has none.
+    the clock of ``time.monotonic``; infinite if it has none. ``is_closed``: whether it was ended.
     """
 
     def __init__(self, started: StartedWorker, on_free: OnFree) -> None:
@@ -56,6 +60,7 @@ class WorkerProcess:
         self.progress = started.progress
         self.specs = SentSpecs()
         self.deadline = math.inf
+        self.is_closed = False
         self._on_free = on_free
         self._settle: Settle | None = None  # of the message that it has
         self._follow: Follow | None = None
@@ -72,8 +77,8 @@ class WorkerProcess:
     def ask(self, message: ToWorker, settle: Settle, deadline: float, follow: Follow | None = None) -> None:
         """Send a message; ``settle`` is called once, with the answer or an error.
 
-        WorkerDiedError if the worker dies, or is ended; UnavailableError if the message can't be sent, or the answer
-        can't be received.
+        WorkerDiedError if the worker dies, or is ended; ModelLostError if it was dead before, or the host has ended;
+        UnavailableError if the message can't be sent, or the answer can't be received.
         """
         self._settle, self._follow, self.deadline = settle, follow, deadline
         self._taken, self._is_sent = self.progress.taken, False
@@ -86,6 +91,7 @@ class WorkerProcess:
     def close(self, error: Exception | None = None) -> None:
         """Kill the process; the message that it has, if any, gets the error."""
         if not self.is_closed:
+            self.is_closed = True
             self._loop.remove_reader(self._channel.connection)
             self._loop.remove_writer(self._channel.connection)
             self._channel.close()
@@ -96,11 +102,6 @@ class WorkerProcess:
             self._process = None
         if error is not None:
             self._settle_with(error)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it was ended."""
-        return self._channel.connection.fileno() < 0
 
     def _send(self, message: object) -> None:
         """Send a message now, or once its large buffers are copied."""
@@ -170,10 +171,11 @@ class WorkerProcess:
             refusal = error
         self._finish(refusal, ended=self._is_sent, reason="failure")
 
-    def _describe_death(self, *, timed_out: bool = False) -> WorkerDiedError:
-        decoding, since = self.progress.item, self.progress.since
-        seconds = time.monotonic() - since if decoding >= 0 else 0.0
-        return WorkerDiedError(self.progress.taken > self._taken, timed_out, decoding, seconds)
+    def _describe_death(self, *, timed_out: bool = False) -> WorkerDiedError | ModelLostError:
+        taken, decoding, since = self.progress.taken > self._taken, self.progress.item, self.progress.since
+        if not (taken or timed_out):
+            return ModelLostError()
+        return WorkerDiedError(taken, timed_out, decoding, time.monotonic() - since if decoding >= 0 else 0.0)
 
     def _finish(self, outcome: Any, *, ended: bool = False, reason: RestartReason | None = None) -> None:
         self.deadline = math.inf

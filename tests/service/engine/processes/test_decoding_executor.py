@@ -30,7 +30,7 @@ from layertap.service.engine.execute.executor import Executor, InProcessExecutor
 from layertap.service.engine.execute.processes.loading import create_decoder
 from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.processes.worker import DecodingWorker
-from layertap.service.engine.execute.processes.worker_pool import ModelLostError
+from layertap.service.engine.execute.processes.worker_process import ModelLostError
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.engine.rows import Attempt, CutRows
