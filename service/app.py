@@ -17,7 +17,7 @@ from layertap.models.registry import Registry
 from layertap.models.sources import python
 from layertap.service.config.configuration import Configuration, make_default_configuration, read_configuration
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.execute.processes import executors
+from layertap.service.engine.execute.processes import loading
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.models.model_updates import ModelUpdates
 from layertap.service.explain.prober import Prober
@@ -136,9 +136,9 @@ def create_engine(
     configuration = configuration or load_configuration(settings)
     python.add_search_folders((*([configuration.folder] if configuration.folder else []), Path.cwd()))
     server_metrics = Metrics()
-    load = partial(executors.load, settings=settings, metrics=server_metrics, warm=warm)
+    load = partial(loading.load, settings=settings, metrics=server_metrics, warm=warm)
     registry = Registry(configuration.models, load, configuration.aliases)
-    create_executor = partial(executors.create_executor, settings=settings, metrics=server_metrics)
+    create_executor = partial(loading.create_executor, settings=settings, metrics=server_metrics)
     manager = ModelManager(registry, configuration.default, settings, server_metrics, create_executor)
     engine = Engine(manager, fetcher or Fetcher(settings), settings, server_metrics)
     server_metrics.register_gauges(engine.take_snapshot)

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from bench.front import DECODE_FIRST
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_info import ModelInfo
 from layertap.service.cli.main import main
 from layertap.service.engine.execute.decode import try_to_decode
-from layertap.service.engine.execute.processes import executors, worker
-from layertap.service.engine.execute.processes.executors import ProcessExecutor
+from layertap.service.engine.execute.processes import loading, worker
+from layertap.service.engine.execute.processes.process_executor import ProcessExecutor
+from layertap.service.engine.execute.processes.worker_pool import WorkerPool
 from layertap.service.engine.rows import Attempt
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
@@ -29,9 +30,9 @@ def decode_once(item: LocalItem, inputs: ModelInputs, settings: Settings, in_wor
     return _first[0]
 
 
-def make_executor_that_decodes_first(model: LoadedModel, settings: Settings) -> ProcessExecutor:
+def make_executor_that_decodes_first(model: ModelInfo, workers: WorkerPool, settings: Settings) -> ProcessExecutor:
     """One whose batches have decoded rows, as a GPU's have."""
-    made = ProcessExecutor(model, settings)
+    made = ProcessExecutor(model, workers, settings)
     made.decodes_batches, made.max_decode_items = False, int(os.environ[DECODE_FIRST])
     return made
 
@@ -39,5 +40,5 @@ def make_executor_that_decodes_first(model: LoadedModel, settings: Settings) -> 
 if __name__ == "__main__":
     vars(worker)["try_to_decode"] = decode_once
     if DECODE_FIRST in os.environ:
-        vars(executors)["ProcessExecutor"] = make_executor_that_decodes_first
+        vars(loading)["ProcessExecutor"] = make_executor_that_decodes_first
     main()

@@ -111,7 +111,7 @@ class Job:
 
 @dataclass(eq=False)
 class RowSlice:
-    """Rows ``start`` to ``stop`` of a job. Pickled, it holds only these rows and no fields for the reply."""
+    """Rows ``start`` to ``stop`` of a job."""
 
     job: Job
     start: int
@@ -120,11 +120,6 @@ class RowSlice:
 
     def __post_init__(self) -> None:
         self.rows = self.stop - self.start
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        prepared = self.job.prepared
-        rows = self.inputs, self.encoded, self.first_row
-        return _make_slice, (prepared.key, prepared.spec, prepared.unsplittable, self.rows, *rows)
 
     @property
     def inputs(self) -> Rows:
@@ -145,20 +140,6 @@ class RowSlice:
     def first_row(self) -> int:
         """The first row's number in the request."""
         return self.job.first_row + self.start
-
-
-def _make_slice(
-    key: BatchKey,
-    spec: ForwardSpec,
-    unsplittable: bool,
-    rows: int,
-    inputs: Rows,
-    encoded: tuple[ImageItem, ...],
-    first_row: int,
-) -> RowSlice:
-    """Unpickle a slice: all rows of a job that has no others."""
-    prepared = PreparedRequest(key=key, spec=spec, unsplittable=unsplittable)
-    return RowSlice(Job(prepared, rows, inputs=inputs, encoded=encoded, first_row=first_row), 0, rows)
 
 
 @dataclass(eq=False)
@@ -255,15 +236,13 @@ class BatchResult:
     """Outcome of a batch: one result or several for each slice that is not in ``again``.
 
     ``again``: batches to rerun because their process died. ``failure``: why this process can't answer any more, if so.
-    ``more``: more results of the batch follow. ``crossing``: which layer showed that rows of this model affect each
-    other, if one did.
+    ``crossing``: which layer showed that rows of this model affect each other, if one did.
     """
 
     results: Sequence[SliceResult] = ()
     failures: BatchFailures = field(default_factory=BatchFailures)
     failure: str = ""
     again: Sequence[Batch] = ()
-    more: bool = False
     crossing: str = ""
 
     @property

@@ -192,7 +192,7 @@ class Engine:
         active = {name: handle for name, handle in answering if handle.is_active}
         waiting = sum(batcher.count_waiting_rows(handle.key) for handle in handles)
         replicas = {name: len(handle.executor.devices) for name, handle in active.items()}
-        idle = {name: sum(handle.executor.count_idle().values()) for name, handle in active.items()}
+        idle = {name: sum(handle.executor.idle.values()) for name, handle in active.items()}
         limits = ("max_queue_rows", "max_queue_bytes", "max_connections")
         return {
             "queue_rows": waiting,

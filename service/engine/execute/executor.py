@@ -1,18 +1,16 @@
-"""Executors run a model's forwards and functions and decode its inputs: here in threads, on one or several devices.
+"""Executors run a model's forwards and functions: here in threads, on one or several devices.
 
-``processes/executors.py`` has the executors that use worker processes.
+``processes/process_executor.py`` has the one that uses worker processes. A decoder turns inputs into rows for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -20,66 +18,82 @@ from layertap.models.devices import transfer
 from layertap.models.errors import LayertapError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel, MultiDeviceModel
-from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.model_info import ModelInfo
-from layertap.models.replica import Replica
 from layertap.service.engine.batch import Batch, BatchResult
-from layertap.service.engine.execute.batch_runner import BatchRunner, find_lasting_failure
+from layertap.service.engine.execute.batch_runner import BatchRunner, refuse
 from layertap.service.engine.execute.decode import try_to_decode
+from layertap.service.engine.execute.model_calls import CallOutcome, ModelFunction, call_model
+from layertap.service.engine.execute.processes.worker_pool import WorkerPool
 from layertap.service.engine.execute.threads import WorkerThread, start_single_threaded, wrap_error
 from layertap.service.engine.rows import ItemAttempts
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
 
-T = TypeVar("T")
-P = ParamSpec("P")
-ModelFunction = Callable[[LoadedModel], Any]
+log = logging.getLogger("layertap")
 Extend = Callable[[], Batch | None]  # lets waiting rows join a batch that was started; returns them as a batch
 
 
-class ModelLostError(Exception):
-    """The process that had loaded the model has ended: retry once the model is loaded again."""
+class Decoder:
+    """Decodes items in threads of this process, where it takes turns with other models' forwards.
 
+    ``max_items``: the most per call. ``pool`` has the threads; ``workers``: the processes that it uses, if any.
+    """
 
-@dataclass(frozen=True)
-class CallOutcome:
-    """What a function of the model returned or raised; ``failure``: why this process can't answer any more, if so."""
+    max_items = 1
+    workers: WorkerPool | None = None
 
-    result: Any | LayertapError | RuntimeError
-    failure: str = ""
+    def __init__(self, settings: Settings, threads: int) -> None:
+        self._settings = settings
+        self.pool = ThreadPoolExecutor(threads, "decode", initializer=start_single_threaded)
+
+    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+        """Decode items: their rows or their errors.
+
+        If an item kills a process, the others may have no attempts: retry each of them alone. ModelLostError,
+        UnavailableError.
+        """
+
+        def decode() -> ItemAttempts:
+            return [try_to_decode(item, inputs, self._settings) for item in items]
+
+        return await asyncio.get_running_loop().run_in_executor(self.pool, decode)
 
 
 class Executor(ABC):
     """Runs a model in one or several replicas. For the event loop only, except its creation.
 
-    ``model``: the model's description; ``devices``: the device name of each replica. ``decodes_batches``: whether a
-    batch may contain encoded pictures. ``max_decode_items``: the most items per call of ``decode``.
+    ``model``: the model's description; ``devices``: the device name of each replica; ``idle``: how many of them are
+    idle now, by device. ``decode``: that of its decoder; ``max_decode_items``: the most per call. ``decodes_batches``:
+    whether a batch may contain encoded pictures.
     """
 
-    model: ModelInfo
-    devices: tuple[str, ...]
     decodes_batches = False
-    max_decode_items = 1
+
+    def __init__(self, model: ModelInfo, devices: Sequence[str], decoder: Decoder) -> None:
+        self.model = model
+        self.devices = tuple(devices)
+        self.idle = dict.fromkeys(devices, 0)
+        self.decode = decoder.decode
+        self.max_decode_items = decoder.max_items
+        self._pool = decoder.pool
+        self._workers = decoder.workers
 
     @property
-    @abstractmethod
     def memory_bytes(self) -> int:
-        """Bytes that the model takes, its worker processes included; any thread may ask."""
+        """Bytes that the model takes: on all devices, or in its host after loading, and in its workers now."""
+        workers = self._workers.host.measure_worker_bytes() if self._workers is not None else 0
+        return (self.model.process_bytes or self.model.memory_bytes) + workers
 
     @abstractmethod
     def start(self, on_idle: Callable[[], None]) -> None:
         """Begin to answer; ``on_idle`` is called when a new, idle replica is added."""
 
     @abstractmethod
-    def count_idle(self) -> Mapping[str, int]:
-        """The number of idle replicas on each device."""
-
-    @abstractmethod
-    def run(self, batch: Batch, extend: Extend) -> Awaitable[BatchResult]:
+    def run(self, batch: Batch, extend: Extend) -> asyncio.Future[BatchResult]:
         """Run a batch on an idle replica of its device: in one forward, or in several if that fails.
 
         The replica is no longer idle when this returns. An executor that decodes a batch's pictures calls ``extend``
-        before the forward until no rows join. Errors are in the result.
+        before the forward until no rows join. Errors are in the result: the future never fails.
         """
 
     @abstractmethod
@@ -89,48 +103,39 @@ class Executor(ABC):
         It may be stopped after so many seconds. ForwardError if it ends its process, ModelLostError, UnavailableError.
         """
 
-    @abstractmethod
-    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
-        """Decode items: their rows or their errors.
-
-        If an item kills the process, the others may have no attempts: retry each of them alone. ModelLostError,
-        UnavailableError.
-        """
-
-    @abstractmethod
     async def close(self) -> None:
         """Release the model; none of its code runs once this returns."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._workers is not None:
+            await self._workers.close()
 
     def note_waiting_rows(self, rows_wait: bool) -> None:  # noqa: B027  (only for batches that can grow)
-        """Note whether rows of the model wait that are in no batch yet."""
+        """Note whether rows of the model wait that are in no batch yet; called when that changes."""
 
     async def wait_until_lost(self) -> None:
-        """Return once the model is lost because its process has ended; never if it is in this process."""
-        await asyncio.Event().wait()
+        """Return once processes that the model needs have ended; never if it has none."""
+        await (self._workers.lost if self._workers is not None else asyncio.Event()).wait()
 
-    async def restart(self) -> None:  # noqa: B027  (only for models that can be lost)
-        """Load a lost model again; LoadError if that fails or gives another model."""
+    async def restart(self) -> None:
+        """Start these processes again; LoadError if that fails or gives another model."""
+        if self._workers is not None:
+            await self._workers.restart()
 
 
 class InProcessExecutor(Executor):
-    """Runs forwards in one thread per replica, on one device or several; decodes in a thread pool.
+    """Runs forwards in one thread per replica, on one device or several. Batches come decoded."""
 
-    Batches come decoded: decoding here takes turns with other models' forwards.
-    """
-
-    def __init__(self, model: LoadedModel | MultiDeviceModel, settings: Settings) -> None:
-        self.model = model
+    def __init__(
+        self, model: LoadedModel | MultiDeviceModel, settings: Settings, decoder: Decoder | None = None
+    ) -> None:
+        """Without ``decoder``, threads decode."""
         parts = {str(model.device): model} if isinstance(model, LoadedModel) else model.by_device
-        self.devices = tuple(name for name, part in parts.items() for _ in part.replicas)
-        self._settings = settings
         self._replicas = [(part, replica) for part in parts.values() for replica in part.replicas]
-        self._pool = ThreadPoolExecutor(settings.cpu_threads, "decode", initializer=start_single_threaded)
+        devices = [name for name, part in parts.items() for _ in part.replicas]
+        super().__init__(model, devices, decoder or Decoder(settings, settings.cpu_threads))
+        self._check_shared = settings.check_shared
         self._threads: list[WorkerThread] = []
-
-    @property
-    def memory_bytes(self) -> int:
-        """The weights and buffers, on all devices."""
-        return self.model.memory_bytes
+        self._running = [0] * len(devices)  # functions of each thread
 
     def start(self, on_idle: Callable[[], None]) -> None:
         """Start the threads.
@@ -143,61 +148,54 @@ class InProcessExecutor(Executor):
             WorkerThread(f"model-{number}-{self.model.spec.name}", partial(_begin, part.device))
             for number, (part, _) in enumerate(self._replicas)
         ]
+        for device in self.devices:
+            self.idle[device] += 1
+        if self._workers is not None:
+            self._workers.start()
 
-    def count_idle(self) -> Mapping[str, int]:
-        """The number of idle threads for each device."""
-        return Counter(self.devices[number] for number in self._list_idle())
-
-    def run(self, batch: Batch, extend: Extend) -> Awaitable[BatchResult]:
+    def run(self, batch: Batch, extend: Extend) -> asyncio.Future[BatchResult]:
         """Run a decoded batch in the thread of the device's first idle replica."""
         del extend
-        number = next(number for number in self._list_idle() if self.devices[number] == batch.device)
-        return self._threads[number].run(BatchRunner(*self._replicas[number], batch, self._settings.check_shared).run)
+        idle = zip(self.devices, self._running, strict=True)
+        number = next(number for number, each in enumerate(idle) if each == (batch.device, 0))
+        result: asyncio.Future[BatchResult] = asyncio.get_running_loop().create_future()
+
+        def settle(found: BatchResult | None, error: Exception | None) -> None:
+            self._count(number, -1)
+            if not result.done():  # cancelled with the event loop
+                result.set_result(found if found is not None else fail_batch(batch, error))
+
+        self._count(number, 1)
+        self._threads[number].post(BatchRunner(*self._replicas[number], batch, self._check_shared).run, settle)
+        return result
 
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
         """Call the function in the first replica's thread, after its queued tasks; a thread can't be stopped."""
         del seconds
-        return await self._threads[0].run(partial(call_model, *self._replicas[0], function))
-
-    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
-        """Decode the items in a thread of the pool."""
-
-        def decode() -> ItemAttempts:
-            return [try_to_decode(item, inputs, self._settings) for item in items]
-
-        return await asyncio.get_running_loop().run_in_executor(self._pool, decode)
+        self._count(0, 1)
+        called = self._threads[0].run(partial(call_model, *self._replicas[0], function))
+        called.add_done_callback(lambda _: self._count(0, -1))
+        return await called
 
     async def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the workers, and the threads once they have run their functions."""
+        await super().close()
         for thread in self._threads:
             await thread.close()
 
-    def _list_idle(self) -> list[int]:
-        return [number for number, thread in enumerate(self._threads) if thread.is_idle]
+    def _count(self, number: int, change: int) -> None:
+        """Count the functions that a replica's thread runs or will run: without any it is idle."""
+        running, self._running[number] = self._running[number], self._running[number] + change
+        self.idle[self.devices[number]] += (not self._running[number]) - (not running)
+
+
+def fail_batch(batch: Batch, error: Exception | None) -> BatchResult:
+    """The result of a batch that could not be run, for no reason that an executor knows."""
+    log.error("a batch failed", exc_info=error, extra={"fields": {"model": batch.key.name}})
+    return refuse(batch, error if isinstance(error, LayertapError) else wrap_error(error or RuntimeError()))
 
 
 def _begin(device: torch.device) -> None:
     """Set up a replica's thread."""
     start_single_threaded()
     transfer.use_own_stream(device)
-
-
-def call_model(model: LoadedModel, replica: Replica, function: ModelFunction) -> CallOutcome:
-    """Call a function of a model in its replica's thread; returns once the device has computed the result."""
-    try:
-        result = function(model)
-        transfer.synchronize_stream(model.device)  # threads with other streams may use the result
-    except LayertapError as error:
-        return CallOutcome(error)
-    except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio uses these
-        wrapped = wrap_error(error)
-        return CallOutcome(wrapped, find_lasting_failure(wrapped, model, replica))
-    return CallOutcome(result)
-
-
-def ask_catalogs(
-    model: LoadedModel, method: Callable[Concatenate[ModelCatalogs, P], T], *args: P.args, **kwargs: P.kwargs
-) -> T:
-    """Call a method of the model's catalogues."""
-    return method(model.catalogs, *args, **kwargs)

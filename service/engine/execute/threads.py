@@ -16,6 +16,7 @@ import torch
 from layertap.models.errors import HookError
 
 T = TypeVar("T")
+Settle = Callable[[Any, Exception | None], object]  # takes a result or an error
 
 
 def start_single_threaded() -> None:
@@ -51,23 +52,20 @@ class WorkerThread:
     def __init__(self, name: str, initialize: Callable[[], None] = publish_name) -> None:
         """``initialize`` runs first, in the thread. Called on the event loop."""
         self._loop = asyncio.get_running_loop()
-        self._tasks: queue.SimpleQueue[tuple[asyncio.Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], Any], Settle] | None] = queue.SimpleQueue()
         self._initialize = initialize
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._running = 0
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
-    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run a function after all earlier ones; the future has its result or error."""
-        future = self._loop.create_future()
-        self._running += 1
-        self._tasks.put((future, function))
-        return future
+    def post(self, function: Callable[[], Any], settle: Settle) -> None:
+        """Run a function after all earlier ones; then the event loop calls ``settle`` with its result or its error."""
+        self._tasks.put((function, settle))
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether all its functions have ended."""
-        return not self._running
+    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """As ``post``; the future has the function's result or error."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        self.post(function, partial(_settle, future))
+        return future
 
     def shutdown(self) -> None:
         """End the thread after the functions that were submitted."""
@@ -85,27 +83,27 @@ class WorkerThread:
         except BaseException as error:  # then every function fails with it
             failure = wrap_error(error)
         while (task := self._tasks.get()) is not None:
-            future, function = task
+            function, settle = task
             try:
-                self._tell(future, failure, None if failure is not None else function())
+                self._tell(settle, None if failure is not None else function(), failure)
             except BaseException as error:
                 clean = error if isinstance(error, Exception) and not isinstance(error, StopIteration) else None
-                self._tell(future, clean or wrap_error(error), None)
-            del task, future, function  # or their objects would live until the next task
-        self._tell(self._ended, None, None)
+                self._tell(settle, None, clean or wrap_error(error))
+            del task, function, settle  # or their objects would live until the next task
+        self._tell(partial(_settle, self._ended), None, None)
 
-    def _tell(self, future: asyncio.Future[Any], error: Exception | None, result: Any) -> None:
+    def _tell(self, settle: Settle, result: Any, error: Exception | None) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(partial(self._settle, future, error, result))
+            self._loop.call_soon_threadsafe(settle, result, error)
 
-    def _settle(self, future: asyncio.Future[Any], error: Exception | None, result: Any) -> None:
-        self._running -= 1
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+
+def _settle(future: asyncio.Future[T], result: T, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 async def run_in_new_thread(name: str, function: Callable[[], T]) -> T:

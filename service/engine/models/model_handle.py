@@ -25,12 +25,9 @@ from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch import CPU
 from layertap.service.engine.deadline import wait_until
-from layertap.service.engine.execute.executor import (
-    Executor,
-    ModelFunction,
-    ModelLostError,
-    ask_catalogs,
-)
+from layertap.service.engine.execute.executor import Executor
+from layertap.service.engine.execute.model_calls import ModelFunction, ask_catalogs
+from layertap.service.engine.execute.processes.worker_process import ModelLostError
 from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.engine.schedule.batch_keys import BatchKeys, Pace
 from layertap.service.engine.schedule.scheduler import ScheduledModel, Scheduler

@@ -11,12 +11,12 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from layertap.models.errors import LayertapError, RequestError, TooLargeError
+from layertap.models.errors import RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Job, Results, SliceResult
 from layertap.service.engine.deadline import expire_at
-from layertap.service.engine.execute.batch_runner import refuse
-from layertap.service.engine.execute.executor import Executor, ModelFunction
+from layertap.service.engine.execute.executor import Executor
+from layertap.service.engine.execute.model_calls import ModelFunction
 from layertap.service.engine.execute.threads import wrap_error
 from layertap.service.engine.rows import ItemAttempts, count_rows
 from layertap.service.engine.schedule.batch_keys import Pace
@@ -122,13 +122,14 @@ class Scheduler:
         self._metrics = metrics
         self.batcher = Batcher({CPU: DeviceSlots(slots)}, clock)
         self._models: dict[str, ScheduledModel] = {}
+        self._idle: dict[str, Mapping[str, int]] = {}  # the idle replicas of each model, by device
         self._in_flight: dict[Job, InFlight] = {}
         self._tasks: set[asyncio.Future[Any]] = set()  # the loop itself keeps no reference
         self._noted: set[str] = set()  # models whose executors know that rows of theirs wait
 
     def add_model(self, model: ScheduledModel) -> None:
         """Start scheduling batches of a model."""
-        self._models[model.key] = model
+        self._models[model.key], self._idle[model.key] = model, model.executor.idle
         for device in set(model.executor.devices) - {CPU}:
             self.batcher.add_device(device, DeviceSlots(self._gpu_streams, parallel=False))
         model.executor.start(self._dispatch)
@@ -137,6 +138,7 @@ class Scheduler:
     def remove_model(self, key: str) -> None:
         """Forget a model without waiting or running work."""
         if self._models.pop(key, None) is not None:
+            del self._idle[key]
             self.batcher.remove_model(key)
 
     def is_idle(self, key: str) -> bool:
@@ -272,13 +274,14 @@ class Scheduler:
 
     def _dispatch(self) -> None:
         """Start everything that may start now."""
-        while (starting := self.batcher.start_next(self._list_idle())) is not None:
+        idle = self._idle if not self.failure else {}
+        while (starting := self.batcher.start_next(idle)) is not None:
             if isinstance(starting, SlotWait):
                 starting.begin(starting)
             else:
                 model = self._models[starting.key.model]
                 model.busy += 1
-                running = asyncio.ensure_future(model.executor.run(starting, partial(self._extend, starting)))
+                running = model.executor.run(starting, partial(self._extend, starting))
                 running.add_done_callback(partial(self._end, model, starting, time.perf_counter()))
                 self._keep(running)
         waiting = self.batcher.find_waiting_models()
@@ -286,10 +289,6 @@ class Scheduler:
             for key in (waiting ^ self._noted) & self._models.keys():
                 self._models[key].executor.note_waiting_rows(key in waiting)
             self._noted = waiting
-
-    def _list_idle(self) -> Mapping[str, Mapping[str, int]]:
-        """The idle replicas of each model that may start batches, by device."""
-        return {} if self.failure else {key: model.executor.count_idle() for key, model in self._models.items()}
 
     def _extend(self, batch: Batch) -> Batch | None:
         """Add waiting rows to a batch whose forward has not begun; returns them as a batch, or None."""
@@ -306,11 +305,7 @@ class Scheduler:
     def _end(self, model: ScheduledModel, batch: Batch, started: float, ended: asyncio.Future[BatchResult]) -> None:
         """Answer the jobs of a batch that has ended; an error fails only these."""
         seconds = time.perf_counter() - started
-        try:
-            result = ended.result()
-        except (Exception, asyncio.CancelledError) as error:  # a pool that shuts down cancels
-            log.exception("a batch failed", extra={"fields": {"model": model.name}})
-            result = refuse(batch, error if isinstance(error, LayertapError) else wrap_error(error))
+        result = ended.result()
         decode_seconds = result.decode_seconds
         try:
             self.batcher.finish(batch, seconds, decode_seconds)

@@ -1,4 +1,4 @@
-"""The fork server, from which hosts are forked: the server's view of it and of the hosts; at the end, its own code.
+"""The fork server, from which hosts are forked: how it starts, and at the end its own code.
 
 It has imported the libraries that hosts need, and runs one thread of Python.
 """
@@ -8,25 +8,22 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from layertap.models.errors import LoadError
 from layertap.service.engine.execute.processes import forking
 from layertap.service.engine.execute.processes.channel import Channel, connect
-from layertap.service.engine.execute.processes.forking import fork, leave_signals_to_server, wait_for_child
-from layertap.service.engine.execute.processes.host import run_model_host
-from layertap.service.engine.execute.processes.messages import HostOptions, WaitForProcess
+from layertap.service.engine.execute.processes.forking import ForkedProcess, Forker
+from layertap.service.engine.execute.processes.host import HostOptions, run_model_host
 
 FAILED = "the process that starts models' processes failed"
 # It gets the server's search path, without the working directory in front; signals are ignored from the start.
@@ -41,7 +38,6 @@ run_and_exit(lambda: run(int(sys.argv[1])), {FAILED!r})
 """
 STARTS = 2  # the fork server may have died since its last use
 START_SECONDS = 300.0  # for a fork server that imports libraries first, on a busy machine
-END_SECONDS = 60.0  # for a process that has been killed
 DESCRIPTORS = Path("/proc/self/fd")
 STDERR = 2
 IMPORTS: Mapping[str, Callable[[], object]] = {  # the libraries that hosts need, by the kind of their model's source
@@ -49,61 +45,7 @@ IMPORTS: Mapping[str, Callable[[], object]] = {  # the libraries that hosts need
     "timm": lambda: import_module("timm"),
     "transformers": lambda: import_module("transformers.models.auto.modeling_auto"),
 }
-
-
-class ForkServer:
-    """The process that starts hosts; any thread may use it. EOFError if it is gone, or does not answer in time."""
-
-    def __init__(self, channel: Channel, end: Callable[[], object]) -> None:
-        """``end`` kills the process, and returns when it has ended."""
-        self._channel = channel
-        self._end = end
-        self._lock = threading.Lock()
-
-    def ask(self, message: object, timeout: float, descriptors: Sequence[int] = ()) -> Any:
-        """The answer to a message, within ``timeout`` seconds."""
-        with self._lock:
-            try:
-                return self._channel.ask(message, timeout, descriptors)
-            except TimeoutError as error:
-                self._channel.close()  # a late answer would be taken for the next one
-                raise EOFError("the fork server does not answer") from error
-
-    def forget(self) -> None:
-        """Close this end in a forked process; the parent goes on using the fork server."""
-        self._channel.close()
-
-    def close(self) -> None:
-        """End the fork server and its hosts."""
-        self._end()  # kill also a stopped or disconnected process
-        self._channel.close()
-
-
-class HostProcess:
-    """A host's process; whoever started it ends it. ``descriptor`` becomes readable when it ends."""
-
-    def __init__(self, server: ForkServer, pid: int) -> None:
-        self._server = server
-        self._pid = pid
-        self.descriptor = os.pidfd_open(pid)  # only ``end`` waits for the process, so the pid is not reused before
-
-    def kill(self) -> None:
-        """Kill the process; any thread may, also during ``end``."""
-        with suppress(OSError):
-            signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
-
-    def end(self, seconds: float = 0.0) -> int | None:
-        """The exit status; kills the process after ``seconds``. None if the status is unknown."""
-        poll = select.poll()
-        poll.register(self.descriptor, select.POLLIN)
-        poll.poll(seconds * 1000)
-        self.kill()
-        descriptor, self.descriptor = self.descriptor, -1
-        os.close(descriptor)
-        with suppress(EOFError, OSError):
-            status: int | None = self._server.ask(WaitForProcess(self._pid), END_SECONDS)
-            return status
-        return None
+Start = Callable[[socket.socket], Callable[[], object]]  # starts a process with a connection; returns what kills it
 
 
 class _ForkServers:
@@ -111,25 +53,28 @@ class _ForkServers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._current: ForkServer | None = None
+        self._current: Forker | None = None
 
-    def get(self, start: Callable[[], ForkServer]) -> ForkServer:
+    def get(self, start: Start) -> Forker:
         with self._lock:
-            self._current = self._current or start()
+            if self._current is None:
+                channel, connection = connect()
+                with closing(connection):
+                    self._current = Forker(channel, start(connection))
             return self._current
 
-    def close(self, server: ForkServer | None = None) -> None:
-        """End this fork server, or the current one."""
+    def close(self, server: Forker | None = None) -> None:
+        """End this fork server, or the current one, and its hosts."""
         with self._lock:
             if self._current is not None and server in (None, self._current):
                 self._current.close()
                 self._current = None
 
     def forget(self) -> None:
-        """Reset this object in a forked process: the thread that held the lock does not exist there."""
+        """Close this end in a forked process, which has no other threads; the parent goes on using the fork server."""
         self._lock = threading.Lock()
         if self._current is not None:
-            self._current.forget()
+            self._current.channel.close()
             self._current = None
 
 
@@ -147,50 +92,44 @@ def fork_this_process(source: str = "") -> None:
     _servers.get(partial(_fork, source))
 
 
-def start_host(connection: socket.socket, options: HostOptions) -> HostProcess:
+def start_host(connection: socket.socket, options: HostOptions) -> ForkedProcess:
     """Start a host, which loads a model and reports on ``connection``; LoadError if it can't be started."""
+    detail = "no process can be started to load it"
     for _ in range(STARTS):
-        server = _servers.get(_start_python)
         try:
-            started: int | LoadError = server.ask(options, START_SECONDS, [connection.fileno()])
-            if isinstance(started, LoadError):
-                raise started
-            return HostProcess(server, started)
+            server = _servers.get(_start_python)
+            return ForkedProcess(server, server.fork(options, [connection.fileno()], START_SECONDS))
         except EOFError:
             _servers.close(server)
         except OSError as error:
-            raise LoadError(f"no process can be started to load it ({error.strerror})") from error
-    raise LoadError("no process can be started to load it")
+            raise LoadError(f"{detail} ({error.strerror})") from error
+    raise LoadError(detail)
 
 
-def _fork(source: str) -> ForkServer:
+def _fork(source: str, connection: socket.socket) -> Callable[[], object]:
     """Fork this process."""
-    channel, connection = connect()
-    with closing(connection):
-        pid = fork(partial(run, connection.fileno(), source), FAILED)
+    pid = forking.fork(partial(run, connection.fileno(), source), FAILED)
 
-    def end() -> None:
+    def kill() -> None:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
-    return ForkServer(channel, end)
+    return kill
 
 
-def _start_python() -> ForkServer:
+def _start_python(connection: socket.socket) -> Callable[[], object]:
     """Start a new Python process; this one may have any number of threads."""
-    channel, connection = connect()
-    with closing(connection):
-        number = connection.fileno()
-        process = subprocess.Popen(  # noqa: S603  (this Python, and a number)
-            [sys.executable, "-c", RUN, str(number), *sys.path], stdin=subprocess.DEVNULL, pass_fds=[number]
-        )
+    number = connection.fileno()
+    process = subprocess.Popen(  # noqa: S603  (this Python, and a number)
+        [sys.executable, "-c", RUN, str(number), *sys.path], stdin=subprocess.DEVNULL, pass_fds=[number]
+    )
 
-    def end() -> None:
+    def kill() -> None:
         process.kill()
         process.wait()
 
-    return ForkServer(channel, end)
+    return kill
 
 
 _imported: set[str] = set()
@@ -201,7 +140,7 @@ def run(descriptor: int, source: str = "") -> None:
 
     The libraries that a host of the model ``source`` needs are imported first.
     """
-    leave_signals_to_server()
+    forking.leave_signals_to_server()
     # A collection would write to shared pages, which copies them, and might close a descriptor whose number is
     # already reused here.
     gc.freeze()
@@ -212,17 +151,13 @@ def run(descriptor: int, source: str = "") -> None:
                 os.close(other)
     _import_library(source)
     with suppress(EOFError):
-        _serve(Channel(socket.socket(fileno=descriptor)))
+        channel = Channel(socket.socket(fileno=descriptor))
+        forking.fork_on_request(channel, _prepare, run_model_host, "a model's process failed")
 
 
-def _serve(channel: Channel) -> None:
-    while True:
-        message, descriptors = channel.receive_with_descriptors()
-        if isinstance(message, HostOptions):
-            _import_library(message.spec.source)
-            channel.send(_start_host(channel, descriptors[0], message))
-        elif isinstance(message, WaitForProcess):
-            channel.send(wait_for_child(message.pid))
+def _prepare(options: HostOptions) -> str:
+    _import_library(options.spec.source)
+    return options.spec.name
 
 
 def _import_library(source: str) -> None:
@@ -235,18 +170,3 @@ def _import_library(source: str) -> None:
             IMPORTS[kind]()
         gc.freeze()
         gc.enable()
-
-
-def _start_host(channel: Channel, connection: int, options: HostOptions) -> int | LoadError:
-    """A new host's pid, or the error; other models' hosts go on."""
-    try:
-        return fork(partial(_run_host, channel, connection, options), "a model's process failed", options.spec.name)
-    except OSError as error:
-        return LoadError(f"no process can be started to load it ({error.strerror})")
-    finally:
-        os.close(connection)
-
-
-def _run_host(channel: Channel, connection: int, options: HostOptions) -> None:
-    channel.close()
-    run_model_host(socket.socket(fileno=connection), options)

@@ -7,13 +7,13 @@ threads in a forked process would hang, because libgomp expects threads that do 
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import NoReturn, TypeVar, cast
 
 import torch
@@ -21,30 +21,57 @@ import torch
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices.memory import measure_private_bytes
 from layertap.models.errors import Failure, LayertapError, LoadError, make_load_error
+from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.preprocess import LibraryProcessor
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
 from layertap.models.model_info import ModelInfo
 from layertap.models.sources.python import add_search_folders
+from layertap.models.spec import ModelSpec
 from layertap.service import allocator, logs
 from layertap.service.engine.execute.processes.channel import Channel, connect
-from layertap.service.engine.execute.processes.forking import be_killed_first, fork, limit_memory, wait_for_child
-from layertap.service.engine.execute.processes.messages import HostOptions, Turn, WaitForProcess
+from layertap.service.engine.execute.processes.forking import (
+    be_killed_first,
+    fork,
+    fork_on_request,
+    limit_memory,
+    wait_for_child,
+)
 from layertap.service.engine.execute.processes.progress import Progress, map_progress
-from layertap.service.engine.execute.processes.references import WorkerReferences
 from layertap.service.engine.execute.processes.worker import DecodingWorker, Worker
+from layertap.service.settings import Settings
 
 T = TypeVar("T")
 CreateWorker = Callable[[Progress], DecodingWorker]
 
 
-def run_model_host(connection: socket.socket, options: HostOptions) -> None:
+@dataclass(frozen=True)
+class HostOptions:
+    """What a host does: it loads ``spec``, and sends the model's description or the error.
+
+    ``folders``: search folders for users' own models. ``worker_bytes``: the memory that each worker may allocate.
+    ``plans``: the folder of the graphs of warm plans; without it they run with hooks. ``pictures``: the model is in the
+    server's own process, the host loads nothing and sends None, and its workers only decode pictures for these inputs.
+    ``reload``: requests wait for a model that was loaded before, so nothing is compiled, and the host waits for no
+    turn.
+    """
+
+    spec: ModelSpec
+    settings: Settings
+    folders: Sequence[str]
+    worker_bytes: int
+    plans: Path | None
+    pictures: ModelInputs | None = None
+    reload: bool = False
+
+
+def run_model_host(options: HostOptions, connection: int) -> None:
     """Load a model, if any, describe it to the server, and start workers until the server closes the connection."""
     logs.configure(options.settings.log_level, logs.wants_text(options.settings.log_format))
     allocator.keep_large_blocks()
     add_search_folders(options.folders)
     torch.set_num_threads(1)
-    channel = Channel(connection)
+    channel = Channel(socket.socket(fileno=connection))
     try:
         info, create_worker = _load(options, channel)
     except BaseException as error:  # third-party code may raise anything
@@ -55,7 +82,8 @@ def run_model_host(connection: socket.socket, options: HostOptions) -> None:
     gc.freeze()  # a collection would write to shared pages, which copies them
     with suppress(EOFError):
         channel.send(info)
-        _serve(channel, create_worker, options)
+        work = partial(_work, create_worker, options.worker_bytes)
+        fork_on_request(channel, lambda _: options.spec.name, work, "a worker failed")
 
 
 def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo | None, CreateWorker]:
@@ -78,12 +106,15 @@ def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo | None, Cre
 
 @contextmanager
 def _take_turn(channel: Channel) -> Iterator[None]:
-    """Wait for other models' hosts, all known to the server, as ``turns.take_turn`` does for models of one process."""
-    channel.ask(Turn(wanted=True), timeout=None)
+    """Wait for other models' hosts, all known to the server, as ``turns.take_turn`` does for models of one process.
+
+    The server answers True when it is this host's turn, until False, the model's description or an error.
+    """
+    channel.ask(True, timeout=None)
     try:
         yield
     finally:
-        channel.send(Turn(wanted=False))
+        channel.send(False)
 
 
 def run_in_copy(function: Callable[[], T]) -> T:
@@ -139,26 +170,7 @@ def refuse_here(given: object, *_: object) -> NoReturn:
     raise NotImplementedError(f"a {type(given).__name__} is to be sent to a worker")
 
 
-def _serve(channel: Channel, create_worker: CreateWorker, options: HostOptions) -> NoReturn:
-    """Start workers and report how they ended, on the server's request; EOFError once it closes the connection."""
-    while True:
-        message, descriptors = channel.receive_with_descriptors()
-        if isinstance(message, WaitForProcess):
-            channel.send(wait_for_child(message.pid))
-        else:
-            connection, memory = descriptors
-            work = partial(_work, channel, connection, memory, create_worker, options.worker_bytes)
-            pid: int | None = None  # None if the system allows no more processes: the other workers go on
-            with suppress(OSError):
-                pid = fork(work, "a worker failed", options.spec.name)
-            os.close(connection)
-            os.close(memory)
-            channel.send(pid)
-
-
-def _work(channel: Channel, connection: int, memory: int, create_worker: CreateWorker, worker_bytes: int) -> None:
-    channel.close()
+def _work(create_worker: CreateWorker, worker_bytes: int, _: object, connection: int, memory: int) -> None:
     be_killed_first()
     limit_memory(worker_bytes)
-    worker = create_worker(map_progress(memory))
-    worker.serve(Channel(socket.socket(fileno=connection), WorkerReferences()))
+    create_worker(map_progress(memory)).serve(Channel(socket.socket(fileno=connection)))

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 from layertap.models.devices.memory import measure_private_bytes
 from layertap.models.errors import Failure, LayertapError, LoadError, label_failures
 from layertap.models.fingerprint import get_proven_part
 from layertap.models.model_info import ModelInfo
 from layertap.models.turns import build_beside, take_turn
-from layertap.service.engine.execute.processes.channel import connect
-from layertap.service.engine.execute.processes.fork_server import HostProcess, start_host
-from layertap.service.engine.execute.processes.messages import HostOptions, StartWorker, Turn, WaitForProcess
+from layertap.service.engine.execute.processes.channel import Channel, connect
+from layertap.service.engine.execute.processes.fork_server import start_host
+from layertap.service.engine.execute.processes.forking import ForkedProcess, Forker
+from layertap.service.engine.execute.processes.host import HostOptions
 from layertap.service.engine.execute.processes.progress import Progress, create_progress
 from layertap.service.types import RestartReason
 
@@ -32,10 +31,10 @@ OnRestart = Callable[[str, RestartReason], None]
 
 @dataclass(frozen=True)
 class StartedWorker:
-    """A worker that has just been started: its pid, its connection and its shared state."""
+    """A worker that has just been started: its pid, the channel to it and its shared state."""
 
     pid: int
-    connection: socket.socket
+    channel: Channel
     progress: Progress
 
 
@@ -43,7 +42,7 @@ class ModelHost:
     """The process that has loaded a model, or only decodes for one, and starts workers.
 
     ``workers``: the started workers, by pid, until their exit status is read. The methods block, so they belong in
-    threads; any thread may call them.
+    threads; any thread may call them, but ``load`` not beside itself.
     """
 
     def __init__(self, options: HostOptions, on_restart: OnRestart) -> None:
@@ -52,14 +51,12 @@ class ModelHost:
         self.workers: dict[int, StartedWorker] = {}
         self.name = options.spec.name
         self._options = options
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what follows
+        self._process: ForkedProcess | None = None
+        self._forker: Forker | None = None
         self._closed = False
         self._identity: object = None  # of the model at its first load
         self._load_seconds = 0.0  # of the first load
-        self._descriptor: int | None = None
-        self._channel, unused = connect()  # closed, so that each process gets a channel of its own
-        unused.close()
-        self._process: HostProcess | None = None
 
     def load(self) -> ModelInfo | None:
         """Start the process, and wait until it has loaded the model, if it has one to load.
@@ -68,10 +65,8 @@ class ModelHost:
         answer, or could not be started: a retry may help.
         """
         with self._lock:
-            if self._closed:
-                raise LoadError(f"model {self.name} is unloaded")
             for worker in list(self.workers.values()):  # of the previous host; other threads still wait for some
-                worker.connection.close()
+                worker.channel.close()
             self._end()
             try:
                 return self._load()
@@ -86,34 +81,31 @@ class ModelHost:
         """Start a worker; LoadError if the host is gone, or can't fork."""
         if self._closed:
             raise LoadError(f"model {self.name} is unloaded")
-        pid: int | None = None
+        forker, pid = self._forker, -1
         try:
-            channel, connection = connect()
-            try:
-                with closing(connection):  # else a closed other end would go unnoticed here
-                    progress, memory = create_progress()
-                    try:
-                        pid = cast("int | None", self._ask(StartWorker(), (connection.fileno(), memory)))
-                    finally:
-                        os.close(memory)
-                if pid is None:
-                    raise OSError("the system allows no more processes")
-                started = self.workers[pid] = StartedWorker(pid, channel.connection, progress)
+            if forker is None:
+                raise EOFError("the host has ended")
+            with ExitStack() as failed, ExitStack() as sent:
+                channel, connection = connect()
+                failed.callback(channel.close)
+                sent.callback(connection.close)  # else a closed other end would go unnoticed here
+                progress, memory = create_progress()
+                sent.callback(os.close, memory)
+                pid = forker.fork("start a worker", (connection.fileno(), memory), START_SECONDS)
+                sent.close()
+                started = self.workers[pid] = StartedWorker(pid, channel, progress)
                 channel.receive(START_SECONDS)  # it is ready
+                failed.pop_all()
                 return started
-            except BaseException:
-                channel.close()
-                raise
         except (EOFError, OSError) as error:
-            if pid is not None:  # its connection is closed, so it ends
+            if pid >= 0:  # its connection is closed, so it ends
                 self.wait_for_worker(pid)
             raise LoadError(f"no worker of model {self.name} can be started", kind="killed") from error
 
     def wait_for_worker(self, pid: int) -> int | None:
         """The exit status of an ending worker; None if unknown."""
-        status: int | None = None
-        with suppress(EOFError, OSError):
-            status = self._ask(WaitForProcess(pid))
+        forker = self._forker
+        status = forker.wait(pid) if forker is not None else None
         self.workers.pop(pid, None)
         return status
 
@@ -121,10 +113,10 @@ class ModelHost:
         """Bytes of the workers that are not shared with other processes."""
         return sum(map(measure_private_bytes, list(self.workers)))
 
-    def take_descriptor(self) -> int | None:
-        """A descriptor that becomes readable when the process ends, now owned by the caller; None if it has ended."""
-        descriptor, self._descriptor = self._descriptor, None
-        return descriptor
+    def watch(self) -> int | None:
+        """A descriptor that becomes readable when the process ends, owned by the caller; None if it has ended."""
+        with self._lock:
+            return self._process.watch() if self._process is not None else None
 
     def close(self) -> None:
         """End the workers, which nobody uses any more, and then the process; no worker starts from now on."""
@@ -132,22 +124,24 @@ class ModelHost:
         if self._lock.locked() and self._process is not None:  # nobody waits for this load any more
             self._process.kill()
         for worker in list(self.workers.values()):
-            worker.connection.close()  # also a worker that started while the server began to shut down
+            worker.channel.close()  # also of a worker that started while the server began to shut down
             self.wait_for_worker(worker.pid)  # only the host can reap it if this process is PID 1
         with self._lock:
             self._end()
 
     def _load(self) -> ModelInfo | None:
-        self._channel, connection = connect()
+        channel, connection = connect()
         started = time.monotonic()
         again = self._load_seconds > 0.0
         seconds = max(MIN_RELOAD_SECONDS, RELOAD_FACTOR * self._load_seconds) if again else LOAD_SECONDS
         with closing(connection), label_failures("killed"):
-            self._process = start_host(connection, replace(self._options, reload=again))
-            if self._closed:  # meanwhile: ``close`` found no process to end
+            if not self._closed:
+                self._process = start_host(connection, replace(self._options, reload=again))
+                self._forker = Forker(channel, self._process.kill)
+            if self._closed or self._process is None:  # meanwhile: ``close`` found no process to end
                 raise LoadError(f"model {self.name} is unloaded")
         try:
-            answer = self._receive_model(started + seconds)
+            answer = self._receive_model(channel, started + seconds)
         except EOFError:
             status, self._process = self._process.end(START_SECONDS), None
             kind: Failure = "killed" if status in (None, -signal.SIGKILL) else "other"
@@ -162,37 +156,27 @@ class ModelHost:
                 "it is another model than before: its weights have changed, or the graphs of its warm plans"
             )
         self._identity, self._load_seconds = identity, self._load_seconds or time.monotonic() - started
-        self._descriptor = os.dup(self._process.descriptor) if self._process is not None else None
         return answer
 
-    def _receive_model(self, deadline: float) -> ModelInfo | LayertapError | None:
+    def _receive_model(self, channel: Channel, deadline: float) -> ModelInfo | LayertapError | None:
         """The host's answer once it has loaded the model; until then, grant it turns with other models."""
         with ExitStack() as turn:
             if self._options.pictures is None:
                 turn.enter_context(build_beside())  # until the host wants to measure
             while True:
-                message = self._channel.receive(max(deadline - time.monotonic(), 0.0))
-                if not isinstance(message, Turn):
+                message = channel.receive(max(deadline - time.monotonic(), 0.0))
+                if not isinstance(message, bool):
                     answer: ModelInfo | LayertapError | None = message
                     return answer
                 turn.close()
-                if message.wanted:
+                if message:
                     turn.enter_context(take_turn())
-                    self._channel.send(None)
-
-    def _ask(self, message: object, descriptors: Sequence[int] = ()) -> Any:
-        """The process's answer; if it is gone or late, end it: a late answer would be taken for the next one."""
-        with self._lock:
-            try:
-                return self._channel.ask(message, START_SECONDS, descriptors)
-            except (EOFError, TimeoutError):
-                self._end()
-                raise
+                    channel.send(True)
 
     def _end(self) -> None:
-        self._channel.close()
-        if (descriptor := self.take_descriptor()) is not None:
-            os.close(descriptor)
+        if self._forker is not None:
+            self._forker.close()
+            self._forker = None
         if self._process is not None:
             self._process.end()
             self._process = None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from layertap.models.errors import LayertapError, TooLargeError
@@ -13,18 +16,31 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.resume.resumption import Resumption
 from layertap.service.allocator import release_memory
-from layertap.service.engine.batch import NEVER, Batch, BatchResult, Interval, RowSlice, SliceResult, UndecodedError
+from layertap.service.engine.batch import (
+    CPU,
+    NEVER,
+    Batch,
+    BatchResult,
+    Interval,
+    Job,
+    RowSlice,
+    SliceResult,
+    UndecodedError,
+)
 from layertap.service.engine.execute.batch_runner import BatchRunner, Part
 from layertap.service.engine.execute.decode import try_to_decode
-from layertap.service.engine.execute.executor import CallOutcome, call_model
-from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel
-from layertap.service.engine.execute.processes.forking import limit_seconds, mute_stderr
-from layertap.service.engine.execute.processes.messages import BatchDecoded, CallModel, DecodeItems
-from layertap.service.engine.execute.processes.progress import Progress
+from layertap.service.engine.execute.model_calls import ModelFunction, call_model
+from layertap.service.engine.execute.processes.channel import Channel
+from layertap.service.engine.execute.processes.progress import NO_ITEM, Progress
+from layertap.service.engine.execute.processes.wire import NO_KEY, FromWorker, KnownSpecs, SentBatch, pack_result
 from layertap.service.engine.execute.threads import start_single_threaded
+from layertap.service.engine.prepared_request import PreparedRequest
 from layertap.service.engine.rows import Attempt, Rows, join_rows
 from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.settings import Settings
+
+MAX_TOGETHER_BYTES = 32 * 1024  # of the results in one message
+COUNT_SECONDS = 1.0  # between counts of hooks, which take longer than all else beside a forward
 
 
 class DecodingWorker:
@@ -34,30 +50,41 @@ class DecodingWorker:
         self._inputs = inputs
         self._progress = progress
         self._settings = settings
+        self._methods: Mapping[str, Callable[[Any], FromWorker]] = {"decode": self.decode}
 
     def serve(self, channel: Channel) -> None:
         """Answer until the server closes the connection."""
         start_single_threaded()
+        self._channel = channel
         channel.send(None)
         with suppress(EOFError):
             while True:
-                message = channel.receive()
+                method, given = channel.receive()
                 self._progress.taken += 1
-                for answer in self._answer(message, channel):
-                    channel.send(answer)
+                channel.send(self._methods[method](given))
+                self._note_hooks()
 
-    def _answer(self, message: Any, channel: Channel) -> Iterator[object]:
-        del channel
-        if isinstance(message, DecodeItems):
-            yield [self._decode_item(number, item) for number, item in enumerate(message.items)]
+    def decode(self, items: Sequence[LocalItem]) -> FromWorker:
+        """Decode items: an ``ItemAttempts``."""
+        return "answer", [self._decode_item(number, item) for number, item in enumerate(items)]
 
     def _decode_item(self, number: int, item: LocalItem) -> Sequence[Attempt]:
-        quiet = mute_stderr() if isinstance(item, ImageItem) and item.is_tiff else nullcontext()
-        with self._progress.decoding(number), limit_seconds(self._settings.decode_timeout_s), quiet:
-            attempts = try_to_decode(item, self._inputs, self._settings, in_worker=True)
-        if any(isinstance(attempt, TooLargeError) for attempt in attempts):
-            release_memory()
+        progress, is_tiff = self._progress, isinstance(item, ImageItem) and item.is_tiff
+        progress.since, progress.item = time.monotonic(), number
+        signal.setitimer(signal.ITIMER_REAL, self._settings.decode_timeout_s)  # kills this process
+        try:
+            with mute_stderr() if is_tiff else nullcontext():
+                attempts = try_to_decode(item, self._inputs, self._settings, in_worker=True)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            progress.item = NO_ITEM
+        for attempt in attempts:
+            if isinstance(attempt, TooLargeError):
+                release_memory()
         return attempts
+
+    def _note_hooks(self) -> None:
+        """Note how many hooks messages have left on the model."""
 
 
 class Worker(DecodingWorker):
@@ -66,88 +93,103 @@ class Worker(DecodingWorker):
     def __init__(self, model: LoadedModel, settings: Settings, progress: Progress) -> None:
         super().__init__(model.model_inputs, settings, progress)
         self._model = model
+        self._specs = KnownSpecs()
+        self._hooks_at = 0.0  # when hooks are counted again
+        self._methods = {"decode": self.decode, "call": self.call, "run": self.run}
 
-    def _answer(self, message: Any, channel: Channel) -> Iterator[object]:
-        if isinstance(message, Batch):
-            yield from split_results(self._run(message, channel))
-        elif isinstance(message, CallModel):
-            yield self._call(message)
-        else:
-            yield from super()._answer(message, channel)
-
-    def _call(self, message: CallModel) -> CallOutcome:
-        outcome = call_model(self._model, self._model.replicas[0], message.function)
+    def call(self, function: ModelFunction) -> FromWorker:
+        """Call a function of the model: a ``CallOutcome``."""
+        outcome = call_model(self._model, self._model.replicas[0], function)
         if isinstance(outcome.result, Resumption):  # the results of calls may be of any type, and stay here
-            return replace(outcome, result=replace(outcome.result, skipped={}))
-        return outcome
+            outcome = replace(outcome, result=replace(outcome.result, skipped={}))
+        return "end" if outcome.failure else "answer", outcome
 
-    def _run(self, batch: Batch, channel: Channel) -> BatchResult:
+    def run(self, batch: SentBatch) -> FromWorker:
         """Decode the batch's pictures, refuse the slices that fail, and run the others.
 
-        Waiting rows may join after the decoding: a batch grows until its forward begins.
+        Waiting rows may join after the decoding: a batch grows until its forward begins. Results that do not fit into
+        one message are sent before.
         """
-        refused: list[SliceResult] = []
-        ready: list[Part] = []
-        decodes: list[Interval] = []
-        joining, may_grow = batch.slices, not batch.unsplittable and any(each.encoded for each in batch.slices)
+        slots, slots_alone, padded_rows, joining = batch
+        ready, results, decodes, numbers, may_grow = list[Part](), list[SliceResult](), list[Interval](), [], False
         while joining:
-            for each in joining:
-                started = time.perf_counter()
+            for rows, first_row, reference, inputs, pictures in joining:
+                index, started = len(decodes), time.perf_counter()
+                prepared, of_spec = self._specs.get(reference)
+                numbers.append(of_spec)
+                may_grow = may_grow or (bool(pictures) and not prepared.unsplittable)
                 try:
-                    ready.append((len(decodes), self._prepare(len(decodes), each)))
+                    inputs = self._decode_pictures(index, first_row, pictures) if pictures else inputs
+                    job = Job(self._verify(prepared), rows, inputs=inputs, first_row=first_row)
+                    ready.append((index, RowSlice(job, 0, rows)))
                 except (LayertapError, UndecodedError) as error:
-                    refused.append(SliceResult(len(decodes), 0, each.rows, error, 1))
-                decodes.append((started, time.perf_counter()) if each.encoded else NEVER)
+                    results.append(SliceResult(index, 0, rows, error, 1))
+                decodes.append((started, time.perf_counter()) if pictures else NEVER)
             joining = ()
             if may_grow and self._progress.rows_wait:  # else nothing would join: start the forward without asking
-                channel.send(BatchDecoded())
-                more: Batch = channel.receive()
-                joining, batch = more.slices, replace(batch, slots=more.slots)
+                self._channel.send(("decoded", None))
+                slots, joining = self._channel.receive()
         result = BatchResult()
         if ready:
-            model, every = self._model, self._settings.check_shared
-            result = BatchRunner(model, model.replicas[0], batch, every).run(ready)
+            slices = tuple(each for _, each in ready)
+            made = Batch(NO_KEY, CPU, slices, slots, slots_alone, 1.0, 0.0, "isolated", padded_rows)
+            result = BatchRunner(self._model, self._model.replicas[0], made, self._settings.check_shared).run(ready)
+        results += result.results
         if result.failures.out_of_memory:
             release_memory()
-        self._progress.hooks = self._model.hooks
-        results = [replace(each, decode=decodes[each.index]) for each in (*refused, *result.results)]
-        return replace(result, results=results)
+        parts = [*split_results(results)]
+        packed = [[pack_result(each, numbers[each.index], decodes[each.index]) for each in part] for part in parts]
+        for part in packed[:-1]:
+            self._channel.send(("part", part))
+        return "end" if result.failure else "answer", (packed[-1], vars(result.failures), result.crossing)
 
-    def _prepare(self, index: int, each: RowSlice) -> RowSlice:
-        """A slice with everything that its forward needs; LayertapError, UndecodedError.
+    def _verify(self, prepared: PreparedRequest) -> PreparedRequest:
+        """With its resumption verified here, because it may be from another worker; LayertapError.
 
-        The resumption may be from another worker, so it is verified here. Errors are not cached: a lack of memory
-        passes.
+        Errors are not cached: a lack of memory passes.
         """
-        job, known = each.job, each.spec.resumption
-        if known is not None:
-            shapes = tuple(spec.shape for spec in known.inputs)
-            resumption = self._model.catalogs.verify_resumption(known.start, shapes)
-            spec = replace(each.spec, resumption=resumption)
-            job = replace(job, prepared=replace(job.prepared, spec=spec))
-        if each.encoded:
-            job = replace(job, inputs=self._decode_pictures(index, each), encoded=())
-        return replace(each, job=job)
+        if (known := prepared.spec.resumption) is None:
+            return prepared
+        shapes = tuple(each.shape for each in known.inputs)
+        resumption = self._model.catalogs.verify_resumption(known.start, shapes)
+        return replace(prepared, spec=replace(prepared.spec, resumption=resumption))
 
-    def _decode_pictures(self, index: int, each: RowSlice) -> Rows:
+    def _decode_pictures(self, index: int, first_row: int, pictures: Sequence[ImageItem]) -> Rows:
         """The rows of a slice's pictures; UndecodedError for the first bad one."""
         parts: list[Rows] = []
-        for row, picture in enumerate(each.encoded, each.first_row):
+        for row, picture in enumerate(pictures, first_row):
             (attempt,) = self._decode_item(index, picture)
             if isinstance(attempt, LayertapError):
                 raise UndecodedError(attempt, row)
             parts.append(attempt)
         return join_rows(parts)
 
+    def _note_hooks(self) -> None:
+        if (now := time.monotonic()) >= self._hooks_at:
+            self._progress.hooks, self._hooks_at = self._model.hooks, now + COUNT_SECONDS
 
-def split_results(result: BatchResult) -> Iterator[BatchResult]:
-    """Split a result into messages: large slices get their own, so that keeping one frees the others."""
+
+def split_results(results: Sequence[SliceResult]) -> Iterator[list[SliceResult]]:
+    """Split results into messages: large slices get their own, so that keeping one frees the others."""
     part: list[SliceResult] = []
     nbytes = 0
-    for each in result.results:
-        if part and nbytes + each.nbytes > MAX_INLINE_BYTES // 2:
-            yield BatchResult(part, more=True)
+    for each in results:
+        if part and nbytes + each.nbytes > MAX_TOGETHER_BYTES:
+            yield part
             part, nbytes = [], 0
         part.append(each)
         nbytes += each.nbytes
-    yield replace(result, results=part)
+    yield part
+
+
+@contextmanager
+def mute_stderr() -> Iterator[None]:
+    """Keep what the block writes to stderr out of the log: libtiff has a line for each bad row of a fax."""
+    kept = os.dup(2)
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

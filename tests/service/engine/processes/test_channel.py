@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,9 +14,8 @@ from layertap.models.errors import Fault, InputError
 from layertap.service.engine.execute.processes.channel import (
     MAX_INLINE_BYTES,
     Channel,
-    LoopChannel,
-    References,
     connect,
+    pack,
 )
 from layertap.service.errors import ForwardError
 
@@ -126,47 +125,55 @@ def test_nobody_reads() -> None:
             channel.close()
 
 
-class Numbers(References):
-    """References of one end of a connection: to a value that both ends know."""
-
-    def __init__(self) -> None:
-        self.value = object()
-
-    def find(self, value: object) -> int | None:
-        return 7 if value is self.value else None
-
-    def get(self, reference: int) -> object:
-        assert reference == 7
-        return self.value
-
-
-def test_loop() -> None:
-    """The event loop reads messages one by one, small and large, with what both ends know, until the other is gone."""
+def test_one_after_the_other() -> None:
+    """Messages that arrive together, small and large, are told apart; a socket that does not block waits for none."""
     large = torch.arange(MAX_INLINE_BYTES)
-
-    async def receive() -> list[Any]:
-        lost = asyncio.Event()
-        other, connection = connect()
-        own, others = Numbers(), Numbers()
-        other = Channel(other.connection, others)
-        channel = LoopChannel(connection, own, lost.set)
-        await asyncio.to_thread(other.send, ["a", others.value])
-        await asyncio.to_thread(other.send, large)
-        found = [await channel.receive(), await channel.receive()]
-        sending = asyncio.create_task(channel.send(large))
-        found.append(await asyncio.to_thread(other.receive))
-        await sending
-        other.close()
-        await lost.wait()
-        with pytest.raises(EOFError):
-            await channel.receive()
-        with pytest.raises(EOFError):
-            await channel.send("x")
-        assert found[0][1] is own.value
-        channel.close()
-        return found
-
-    first, second, third = asyncio.run(receive())
-    assert first[0] == "a"
+    channel, connection = connect()
+    other = Channel(connection)
+    for message in ("a", large, bytes(MAX_INLINE_BYTES), "b"):
+        channel.send(message)
+    connection.setblocking(False)
+    received = []
+    while len(received) < 4:
+        received += other.read()
+    first, second, third, fourth = received
+    assert (first, len(third), fourth) == ("a", MAX_INLINE_BYTES, "b")
     assert torch.equal(second, large)
-    assert torch.equal(third, large)
+    with pytest.raises(BlockingIOError):
+        other.read()
+    channel.close()
+    with pytest.raises(EOFError):
+        other.read()
+    other.close()
+
+
+def test_full_socket() -> None:
+    """What a socket does not hold is sent when the other end has read, by an end that does not block."""
+    channel, connection = connect()
+    channel.connection.setblocking(False)
+    other = Channel(connection)
+    data, _ = pack(bytes(2**22))
+    assert not channel.write(data)
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(other.receive)
+        while not channel.flush():
+            pass
+        assert len(receiving.result()) == 2**22
+    channel.close()
+    other.close()
+
+
+def test_no_free_descriptor() -> None:
+    """Memory of a message that this process has no number for is an error, and not another message's memory."""
+    channel, connection = connect()
+    other = Channel(connection)
+    channel.send(torch.arange(MAX_INLINE_BYTES))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            other.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    channel.close()
+    other.close()

@@ -20,20 +20,20 @@ from PIL import Image
 
 from bench.hard.pictures import gray, tiff
 from layertap.models.errors import InputError, LayertapError, TooLargeError
-from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.registry import Registry, load_ready_model
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.execute.decode import try_to_decode
-from layertap.service.engine.execute.executor import Executor, InProcessExecutor, ModelLostError
-from layertap.service.engine.execute.processes.executors import DecodingExecutor
+from layertap.service.engine.execute.executor import Executor, InProcessExecutor
+from layertap.service.engine.execute.processes.loading import create_decoder
 from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.processes.worker import DecodingWorker
+from layertap.service.engine.execute.processes.worker_process import ModelLostError
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.request import ExtractRequest, SentInputs
-from layertap.service.engine.rows import Attempt, CutRows, ItemAttempts
+from layertap.service.engine.rows import Attempt, CutRows
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
@@ -71,10 +71,13 @@ SETTINGS: dict[str, Any] = {"workers": 2, "decode_timeout_s": 60.0, "worker_memo
 
 
 @asynccontextmanager
-async def decoding(model: LoadedModel, **settings: Any) -> AsyncIterator[tuple[DecodingExecutor, list[str]]]:
+async def decoding(model: LoadedModel, **settings: Any) -> AsyncIterator[tuple[InProcessExecutor, list[str]]]:
     """An executor, and why its workers were replaced: where they are lost they start again, as a handle has them."""
     restarts: list[str] = []
-    executor = DecodingExecutor(model, Settings(**{**SETTINGS, **settings}), lambda _, reason: restarts.append(reason))
+    chosen = Settings(**{**SETTINGS, **settings})
+    executor = InProcessExecutor(
+        model, chosen, create_decoder(model, chosen, lambda _, reason: restarts.append(reason))
+    )
     executor.start(lambda: None)
 
     async def live() -> None:
@@ -90,7 +93,7 @@ async def decoding(model: LoadedModel, **settings: Any) -> AsyncIterator[tuple[D
         await executor.close()
 
 
-async def decode(executor: DecodingExecutor, model: LoadedModel, item: LocalItem) -> Attempt:
+async def decode(executor: InProcessExecutor, model: LoadedModel, item: LocalItem) -> Attempt:
     """What becomes of an item in a worker, once there is one."""
     while True:
         try:
@@ -237,19 +240,6 @@ def extract(items: Sequence[ImageItem], create_executor: Callable[..., Executor]
     return asyncio.run(run())
 
 
-class RecordingExecutor(DecodingExecutor):
-    """Keeps how many items it was given at a time."""
-
-    def __init__(self, model: LoadedModel, settings: Settings, on_restart: Callable[..., None]) -> None:
-        super().__init__(model, settings, on_restart)
-        self.sizes: list[int] = []
-
-    async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
-        """As it does."""
-        self.sizes.append(len(items))
-        return await super().decode(items, inputs)
-
-
 @pytest.mark.parametrize("size", [CRASHES, slow(HANGS), TAKES_ALL_MEMORY], ids=["crash", "hang", "bomb"])
 def test_engine(size: tuple[int, int]) -> None:
     """Of a request's pictures the bad ones are left out; the others have the features they have in one process.
@@ -258,11 +248,13 @@ def test_engine(size: tuple[int, int]) -> None:
     """
     before = set(descendants(os.getpid()))
     restarts: list[str] = []
-    executors: list[RecordingExecutor] = []
+    sizes: list[int] = []
 
     def create(model: LoadedModel, settings: Settings) -> Executor:
-        executors.append(RecordingExecutor(model, settings, lambda _, reason: restarts.append(reason)))
-        return executors[-1]
+        decoder = create_decoder(model, settings, lambda _, reason: restarts.append(reason))
+        executor, decode = InProcessExecutor(model, settings, decoder), decoder.decode
+        executor.decode = lambda items, inputs: (sizes.append(len(items)), decode(items, inputs))[1]
+        return executor
 
     items = [png((9, 7), 17 * value) for value in range(14)]
     good = [*items[:3], *items[4:10], *items[11:]]
@@ -276,5 +268,5 @@ def test_engine(size: tuple[int, int]) -> None:
         assert len({row.round(3).tobytes() for row in value}) == len(good)
         np.testing.assert_allclose(found.arrays[key], value, rtol=1e-4, atol=1e-5)
     assert restarts == reasons
-    assert executors[0].sizes == [7, 7, *[1] * 6 * bool(reasons)]
+    assert sizes == [7, 7, *[1] * 6 * bool(reasons)]
     wait_until(lambda: set(descendants(os.getpid())) <= before)

@@ -28,7 +28,7 @@ from pathlib import Path
 from layertap.models.digits import spec
 from layertap.service.settings import Settings
 from layertap.service.engine.execute.processes.fork_server import fork_this_process
-from layertap.service.engine.execute.processes.executors import load_in_host
+from layertap.service.engine.execute.processes.loading import load_in_host
 
 def list_sockets():
     opened = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
@@ -46,7 +46,7 @@ host = load_in_host(spec(), Settings(workers=1), None, print).host
 worker = host.start_worker()
 assert list(host.workers) == [worker.pid]
 host.close()
-assert worker.connection.fileno() == -1
+assert worker.channel.connection.fileno() == -1
 assert not Path(f"/proc/{worker.pid}").exists()
 assert not host.workers
 children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -61,7 +61,7 @@ from pathlib import Path
 from layertap.models.digits import spec
 from layertap.models.errors import LoadError
 from layertap.service.settings import Settings
-from layertap.service.engine.execute.processes.executors import load_in_host
+from layertap.service.engine.execute.processes.loading import load_in_host
 
 def kill_children():
     while not ended.is_set():

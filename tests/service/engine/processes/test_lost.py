@@ -18,7 +18,7 @@ from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.digits import spec as digits
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
-from layertap.service.engine.batch import BatchResult, SliceResult
+from layertap.service.engine.batch import SliceResult
 from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel, connect
 from layertap.service.engine.execute.processes.worker import split_results
 from tests.conftest import WARM, net_spec
@@ -202,9 +202,9 @@ def test_memory_of_neighbours() -> None:
     ]
     received: list[SliceResult] = []
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(lambda: [channel.send(each) for each in split_results(BatchResult(results))])
+        sending = pool.submit(lambda: [channel.send(part) for part in split_results(results)])
         while len(received) < len(sizes):
-            received += other.receive().results
+            received += other.receive()
         sending.result()
     assert [each.nbytes for each in received] == list(sizes)
     assert max(list_mappings()) >= LARGE_BYTES

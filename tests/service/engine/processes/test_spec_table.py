@@ -8,8 +8,8 @@ import pytest
 
 from layertap.models.planner import make_plan
 from layertap.models.selection.selectors import parse_selector
-from layertap.service.engine.batch import ForwardSpec
-from layertap.service.engine.execute.processes.references import MAX_SPECS, ServerReferences, WorkerReferences
+from layertap.service.engine.execute.processes.wire import MAX_SPECS, NO_KEY, KnownSpecs, SentSpecs
+from layertap.service.engine.prepared_request import ForwardSpec, PreparedRequest
 from tests.conftest import net_spec
 from tests.loading import load_model
 
@@ -19,17 +19,19 @@ def make_specs(count: int, layer: str = ".") -> list[ForwardSpec]:
     return [ForwardSpec(make_plan([parse_selector(layer)], catalog)) for _ in range(count)]
 
 
-def send(table: ServerReferences, worker: WorkerReferences, specs: Sequence[ForwardSpec]) -> int:
+def send(table: SentSpecs, worker: KnownSpecs, specs: Sequence[ForwardSpec]) -> int:
     """Have a worker get specs as it does with a batch; how many of them were new to it."""
-    references = [table.find(spec) for spec in specs]
-    for reference, spec in zip(references, specs, strict=True):
-        assert vars(worker.get(reference)) == vars(spec)
-    return sum(not isinstance(reference, int) for reference in references)
+    sent = [table.refer(PreparedRequest(key=NO_KEY, spec=spec)) for spec in specs]
+    for (reference, captures), spec in zip(sent, specs, strict=True):
+        found, numbers = worker.get(reference)
+        assert vars(found.spec) == vars(spec)
+        assert {captures[number] for number in numbers.values()} == spec.plan.captures
+    return sum(not isinstance(reference, int) for reference, _ in sent)
 
 
 def test_sent_once() -> None:
     """A spec is new once, whatever object asks for it."""
-    table, worker, specs = ServerReferences(), WorkerReferences(), make_specs(3)
+    table, worker, specs = SentSpecs(), KnownSpecs(), make_specs(3)
     for spec in specs:
         assert send(table, worker, [spec, spec]) == 1
         assert send(table, worker, [spec, ForwardSpec(spec.plan)]) == 0
@@ -38,13 +40,12 @@ def test_sent_once() -> None:
 
 def test_bound() -> None:
     """A table that is full begins anew, and the worker forgets what it knew."""
-    table, worker, specs = ServerReferences(), WorkerReferences(), make_specs(MAX_SPECS)
+    table, worker, specs = SentSpecs(), KnownSpecs(), make_specs(MAX_SPECS)
     for spec in specs:
-        assert not table.is_full
-        send(table, worker, [spec])
-    assert table.is_full
-    table.clear()
-    assert not table.is_full
+        table.make_room()
+        assert send(table, worker, [spec]) == 1
+    assert send(table, worker, specs) == 0
+    table.make_room()
     assert send(table, worker, specs[-2:]) == 2
     with pytest.raises(IndexError):
         worker.get(2)
@@ -52,7 +53,7 @@ def test_bound() -> None:
 
 def test_large_batch() -> None:
     """All specs of a batch have numbers at the same time, also where they are more than the table has room for."""
-    table, worker, specs = ServerReferences(), WorkerReferences(), make_specs(2 * MAX_SPECS)
+    table, worker, specs = SentSpecs(), KnownSpecs(), make_specs(2 * MAX_SPECS)
     send(table, worker, specs[:3])
     assert send(table, worker, [*specs, *specs]) == len(specs) - 3
-    assert len({table.find(spec) for spec in specs}) == len(specs)
+    assert len({table.refer(PreparedRequest(key=NO_KEY, spec=spec))[0] for spec in specs}) == len(specs)

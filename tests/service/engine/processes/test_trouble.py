@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +14,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.service.engine.execute.processes.executors import HostedModel, ProcessExecutor
-from layertap.service.engine.execute.processes.messages import DecodeItems
-from layertap.service.engine.execute.processes.worker_pool import WorkerDiedError
+from layertap.service.engine.execute.processes.loading import HostedModel
+from layertap.service.engine.execute.processes.process_executor import ProcessExecutor
+from layertap.service.engine.execute.processes.worker_process import WorkerDiedError
 from layertap.service.inputs.items import TextItem
 from tests.marks import slow
 from tests.server import Live
@@ -155,12 +154,11 @@ def test_worker_stopped(fatal: Live) -> None:
     good = send_row(fatal, 1.0)
     executor = fatal.engine.manager.handles["doomed"].executor
     assert isinstance(executor, ProcessExecutor)
-    workers = executor._workers
+    workers = executor.workers
 
     async def ask_stopped() -> None:
-        worker = workers.take()
-        os.kill(worker.pid, signal.SIGSTOP)
-        await workers.ask(DecodeItems([TextItem("x" * 16 * MIB)]), deadline=time.monotonic(), worker=worker)
+        os.kill(workers._idle[-1].pid, signal.SIGSTOP)
+        await workers.ask(("decode", [TextItem("x" * 16 * MIB)]), seconds=0.0)
 
     with pytest.raises(WorkerDiedError) as raised:
         fatal.run(ask_stopped())

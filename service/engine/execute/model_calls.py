@@ -1,0 +1,47 @@
+"""Functions of a model, called in the thread of its replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from layertap.models.devices import transfer
+from layertap.models.errors import LayertapError
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_catalogs import ModelCatalogs
+from layertap.models.replica import Replica
+from layertap.service.engine.execute.batch_runner import find_lasting_failure
+from layertap.service.engine.execute.threads import wrap_error
+
+T = TypeVar("T")
+P = ParamSpec("P")
+ModelFunction = Callable[[LoadedModel], Any]
+
+
+@dataclass(frozen=True)
+class CallOutcome:
+    """What a function of the model returned or raised; ``failure``: why this process can't answer any more, if so."""
+
+    result: Any | LayertapError | RuntimeError
+    failure: str = ""
+
+
+def call_model(model: LoadedModel, replica: Replica, function: ModelFunction) -> CallOutcome:
+    """Call a function of a model in its replica's thread; returns once the device has computed the result."""
+    try:
+        result = function(model)
+        transfer.synchronize_stream(model.device)  # threads with other streams may use the result
+    except LayertapError as error:
+        return CallOutcome(error)
+    except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio uses these
+        wrapped = wrap_error(error)
+        return CallOutcome(wrapped, find_lasting_failure(wrapped, model, replica))
+    return CallOutcome(result)
+
+
+def ask_catalogs(
+    model: LoadedModel, method: Callable[Concatenate[ModelCatalogs, P], T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Call a method of the model's catalogues."""
+    return method(model.catalogs, *args, **kwargs)

@@ -1,0 +1,163 @@
+"""An executor whose workers decode and run forwards: what crashes or hangs a worker is refused, nothing else fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from layertap.models.inputs.preprocess import LibraryProcessor
+from layertap.models.model_info import ModelInfo
+from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, SliceResult, UndecodedError
+from layertap.service.engine.execute.batch_runner import refuse
+from layertap.service.engine.execute.executor import Executor, Extend, fail_batch
+from layertap.service.engine.execute.model_calls import CallOutcome, ModelFunction
+from layertap.service.engine.execute.processes.channel import LARGE_BYTES
+from layertap.service.engine.execute.processes.wire import Captures, SentResult, unpack_results
+from layertap.service.engine.execute.processes.worker_decoder import WorkerDecoder
+from layertap.service.engine.execute.processes.worker_pool import GRACE_SECONDS, WorkerPool
+from layertap.service.engine.execute.processes.worker_process import ModelLostError, WorkerDiedError, WorkerProcess
+from layertap.service.errors import ForwardError, UnavailableError
+from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem
+from layertap.service.settings import Settings
+
+DIED = "the model's process ended"
+PARTS_AT_ONCE = 2  # threads that turn arrays into rows, and join large results
+
+
+class ProcessExecutor(Executor):
+    """Runs a model in workers, of which any idle one takes the next message."""
+
+    decodes_batches = True
+
+    def __init__(self, model: ModelInfo, workers: WorkerPool, settings: Settings) -> None:
+        kinds: tuple[type, ...] = (ImageItem, TextItem)
+        if isinstance(model.model_inputs.preprocess, LibraryProcessor):  # decoded pictures go through it, too
+            kinds += (ArraysItem,)
+
+        def is_for_workers(item: LocalItem) -> bool:
+            return isinstance(item, kinds)
+
+        self.decoder = WorkerDecoder(workers, settings, PARTS_AT_ONCE, model.model_inputs, is_for_workers)
+        super().__init__(model, (CPU,) * settings.workers, self.decoder)
+        self.workers = workers
+        self.idle = workers.idle
+
+    def start(self, on_idle: Callable[[], None]) -> None:
+        """Begin to send messages to the workers."""
+        self.workers.start(on_idle)
+
+    def run(self, batch: Batch, extend: Extend) -> asyncio.Future[BatchResult]:
+        """Run a batch in a worker. If that dies, blame the slice that it was decoding, or else try each slice alone."""
+        worker, deadline = self.workers.take(), batch.deadline + GRACE_SECONDS
+        running = RunningBatch(batch, extend, worker, self.decoder)
+        self.workers.watch(deadline)
+        worker.ask(running.pack(), running.settle, deadline, running.follow)
+        return running.result
+
+    def note_waiting_rows(self, rows_wait: bool) -> None:
+        """Workers check the flag after decoding a batch's pictures."""
+        self.workers.note_waiting_rows(rows_wait)
+
+    async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
+        """Call the function in a worker, which is killed after so many seconds."""
+        try:
+            outcome: CallOutcome = await self.workers.ask(("call", function), seconds)
+        except WorkerDiedError:
+            raise ForwardError(DIED) from None
+        return CallOutcome(outcome.result)  # a failure ended with its worker
+
+
+class RunningBatch:
+    """A batch in a worker; ``result`` is its outcome."""
+
+    def __init__(self, batch: Batch, extend: Extend, worker: WorkerProcess, decoder: WorkerDecoder) -> None:
+        self.result: asyncio.Future[BatchResult] = asyncio.get_running_loop().create_future()
+        self._batch = batch
+        self._extend = extend
+        self._worker = worker
+        self._decoder = decoder
+        self._captures: list[Captures] = []  # of each slice
+        self._sent: list[SentResult] = []  # by the worker
+
+    def pack(self) -> Any:
+        """The message to the worker."""
+        batch, specs = self._batch, self._worker.specs
+        specs.make_room()
+        slices = specs.pack_slices(batch.slices, self._captures)
+        return "run", (batch.slots, batch.slots_alone, batch.padded_rows, slices)
+
+    def follow(self, kind: str, answer: Any) -> Any:
+        """Keep a part of the results; or else the pictures are decoded: return the slices that join."""
+        if kind == "part":
+            self._sent += answer
+            return None
+        more = self._extend()
+        if more is None:
+            return self._batch.slots, ()
+        self._worker.deadline = max(self._worker.deadline, more.deadline + GRACE_SECONDS)
+        return more.slots, self._worker.specs.pack_slices(more.slices, self._captures)
+
+    def settle(self, outcome: Any) -> None:
+        """Set the result: of the worker's answer, or of the error why there is none."""
+        if not isinstance(outcome, tuple):
+            self._set(self._explain(outcome))
+            return
+        sent, failures, crossing = outcome
+        self._sent += sent
+
+        def join() -> BatchResult:
+            try:
+                results = unpack_results(self._sent, self._batch.slices, self._captures)
+                return BatchResult(results, BatchFailures(**failures), crossing=crossing)
+            except Exception as error:  # also out of memory
+                return fail_batch(self._batch, error)
+
+        if self._copies_much():
+            loop = asyncio.get_running_loop()
+            joining = self._decoder.pool.submit(join)
+            joining.add_done_callback(lambda joined: loop.call_soon_threadsafe(self._set, joined.result()))
+        else:
+            self._set(join())
+
+    def _copies_much(self) -> bool:
+        """Whether large results are copied into those of their jobs."""
+        for each in self._batch.slices:
+            if each.stop - each.start < each.job.rows:
+                return _count_bytes(self._sent) > LARGE_BYTES
+        return False
+
+    def _set(self, result: BatchResult) -> None:
+        if not self.result.done():  # cancelled with the event loop
+            self.result.set_result(result)
+
+    def _explain(self, error: Exception) -> BatchResult:
+        """The result of a batch without an answer: who is to blame is refused, the others run again."""
+        if isinstance(error, ModelLostError):
+            return BatchResult(again=(self._batch,))
+        if isinstance(error, UnavailableError):
+            return refuse(self._batch, error)
+        if not isinstance(error, WorkerDiedError):
+            return fail_batch(self._batch, error)
+        return self._blame(error)
+
+    def _blame(self, error: WorkerDiedError) -> BatchResult:
+        """The result of a batch whose worker died: a blamed slice runs once more, alone; the others run again."""
+        batch, decoder = self._batch, self._decoder
+        if error.timed_out or (error.decoding < 0 and batch.tries):  # nobody waits any more, or it was alone
+            return refuse(batch, ForwardError(DIED))
+        if error.decoding < 0:
+            return BatchResult(again=[batch.take([each], tries=1) for each in batch.slices])
+        slices = list(batch.slices)
+        blamed = slices.pop(error.decoding)
+        again = [batch.take(slices)] if slices else []
+        if not (batch.tries or decoder.is_out_of_time(error) or len(blamed.encoded) != 1):
+            return BatchResult(again=[*again, batch.take([blamed], tries=1)])
+        refusal = UndecodedError(decoder.refuse(error), blamed.start if len(blamed.encoded) == 1 else None)
+        return BatchResult([SliceResult(error.decoding, blamed.start, blamed.stop, refusal, blamed.rows)], again=again)
+
+
+def _count_bytes(sent: Sequence[SentResult]) -> int:
+    """Bytes of results."""
+    outcomes = [each[3] for each in sent]
+    return sum(part.nbytes for each in outcomes if isinstance(each, list) for _, *parts in each for part in parts)
