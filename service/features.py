@@ -226,8 +226,6 @@ def _concatenate(arrays: Sequence[Array], axis: int | None) -> Array:
 
 def warn_of_cuts(features: Features) -> tuple[str, ...]:
     """A warning if texts were truncated, or pages left out."""
-    if not features.cut:
-        return ()
     count = sum(map(bool, features.cut))
     of_pictures = f"{count} of {features.rows} pictures have several pages, of which only the first is used"
     of_texts = f"{count} of {features.rows} texts truncated, by up to {max(features.cut, default=0)} tokens"

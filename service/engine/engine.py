@@ -96,7 +96,8 @@ class Engine:
         ticket.timings.facts.rows = before + features.rows
         model = ticket.handles[request.model].model
         of_model = (*model.warnings, *_warn_of_embedding(request, model))
-        warnings = (*of_model, *features.warnings, *warn_of_cuts(features))
+        of_cuts = warn_of_cuts(features) if features.cut else ()
+        warnings = (*of_model, *features.warnings, *of_cuts)
         return replace(features, warnings=warnings) if warnings != features.warnings else features
 
     async def extract_parts(self, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> list[Features]:

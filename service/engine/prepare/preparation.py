@@ -130,7 +130,7 @@ def make_encoded_job(
         request.priority,
         ticket.deadline,
         encoded=pictures,
-        joined=JoinedRows(len(pictures)),
+        joined=JoinedRows(len(pictures)) if len(pictures) > 1 else None,
         timings=ticket.timings,
         faults=faults,
     )
