@@ -22,7 +22,7 @@ from layertap.service.http.query import ALWAYS, Query, read_fields
 from layertap.service.inputs.arrays import read_npy, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.schemas.bodies import ExtractBody, InputsBody, RequestBody
-from layertap.service.schemas.inputs import OPTIONS, InputBody, make_readers
+from layertap.service.schemas.inputs import OPTIONS, make_readers
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 from layertap.service.types import TILES
@@ -125,30 +125,31 @@ def _parse_multipart(raw: RawRequest, settings: Settings, kind: type[RequestBody
 
 def _parse_query(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> ExtractRequest:
     """What the query parameters ask for."""
-
-    def read() -> ExtractRequest:
+    key = _make_key(raw, b"", settings, kind)
+    if (request := _asked.get(key)) is None:
         fields = read_fields(raw.query, _list_fields(kind))
         _check_sizes(fields, settings)
-        return _make_request(raw, settings, validate(kind, fields))
-
-    return _remember(raw, b"", settings, kind, read)
-
-
-def _remember(
-    raw: RawRequest, rest: bytes, settings: Settings, kind: type[RequestBody], read: Callable[[], ExtractRequest]
-) -> ExtractRequest:
-    """What ``read`` returns, or returned for the same query and the same ``rest`` of a body."""
-    key = kind, raw.format.name, raw.query.text, rest, settings.max_reply_bytes
-    found = _asked.get(key)
-    if found is None:
-        found = read()
-        if len(rest) + len(raw.query.text) <= MAX_KEPT_BYTES:
-            _asked.put(key, found)
-    return found
+        request = _make_request(raw, settings, validate(kind, fields), key)
+    return request
 
 
-def _make_request(raw: RawRequest, settings: Settings, body: RequestBody) -> ExtractRequest:
-    """What a body asks for; RequestError."""
+def _make_key(raw: RawRequest, rest: bytes | None, settings: Settings, kind: type[RequestBody]) -> Hashable:
+    """What decides what is asked; ``rest``: as of ``write_rest``. None if it is too long to be remembered."""
+    is_short = rest is not None and len(raw.query.text) <= MAX_KEPT_BYTES
+    return (kind, raw.format.name, raw.query.text, rest, settings.max_reply_bytes) if is_short else None
+
+
+def write_rest(document: Mapping[str, Any], *inputs: str) -> bytes | None:
+    """What a document says beside the fields of its ``inputs``; None if that is too long, or nested too deep."""
+    try:
+        rest = orjson.dumps({name: each for name, each in document.items() if name not in inputs})
+    except orjson.JSONEncodeError:
+        return None
+    return rest if len(rest) <= MAX_KEPT_BYTES else None
+
+
+def _make_request(raw: RawRequest, settings: Settings, body: RequestBody, key: Hashable) -> ExtractRequest:
+    """What a body asks for, remembered by its key; RequestError."""
     dry_run = raw.query.get_flag("dry_run")
     if dry_run and not isinstance(body, ExtractBody):
         raise RequestError("only an extraction has a dry run", hint="ask POST /extract?dry_run=true")
@@ -159,6 +160,8 @@ def _make_request(raw: RawRequest, settings: Settings, body: RequestBody) -> Ext
     request = ExtractRequest(dry_run=dry_run, reply=reply, **body.request_fields)
     if len(body.inputs) == 1 and request.input_options:  # of which there may be several rows
         return replace(request.for_input(0), input_options={})
+    if key is not None:
+        _asked.put(key, request)
     return request
 
 
@@ -173,22 +176,13 @@ def _parse_document(
     value = load_json(data)
     _check_sizes(value, settings)
     inputs = value.get("inputs", []) if isinstance(value, dict) else None
-    if not isinstance(inputs, list) or any(isinstance(each, dict) and each.keys() & OPTIONS for each in inputs):
-        body = validate(kind, value)
-        return _make_request(raw, settings, body), make_readers(body.inputs)
-    given: list[InputBody] | None = None
-
-    def read() -> ExtractRequest:
-        nonlocal given
-        body = validate(kind, value)  # all of it, so that every mistake is told at once
-        given = body.inputs
-        return _make_request(raw, settings, body)
-
-    rest = orjson.dumps({name: each for name, each in value.items() if name != "inputs"})
-    request = _remember(raw, rest, settings, kind, read)
-    if given is None:
-        given = validate(InputsBody, {"inputs": inputs}).inputs
-    return request, make_readers(given)
+    key = None
+    if isinstance(inputs, list) and not any(isinstance(each, dict) and each.keys() & OPTIONS for each in inputs):
+        key = _make_key(raw, write_rest(value, "inputs"), settings, kind)
+        if (request := _asked.get(key)) is not None:
+            return request, make_readers(validate(InputsBody, {"inputs": inputs}).inputs)
+    body = validate(kind, value)
+    return _make_request(raw, settings, body, key), make_readers(body.inputs)
 
 
 def _check_sizes(value: Any, settings: Settings) -> None:

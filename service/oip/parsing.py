@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
-import orjson
-
 from layertap.models.errors import LayertapError, RequestError, SelectorError, escape, find_nearest, suggest
 from layertap.models.lru_cache import LRUCache
 from layertap.models.selection.hook_points import Selector
@@ -14,7 +12,7 @@ from layertap.service.engine.limits import check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import BadRequestError
 from layertap.service.http.body import load_json
-from layertap.service.http.parsing import MAX_KEPT, MAX_KEPT_BYTES, RawRequest
+from layertap.service.http.parsing import MAX_KEPT, RawRequest, write_rest
 from layertap.service.http.query import join_parts
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.oip.encoding import BINARY, HEADER, JSON
@@ -74,11 +72,11 @@ def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest
     length = _get_json_length(raw)
     value = load_json(raw.data[:length])
     body = validate(InferBody, value)
-    rest = orjson.dumps({name: each for name, each in value.items() if name not in ("id", "inputs")})
+    rest = write_rest(value, "id", "inputs")
     key = model, rest, settings.max_reply_bytes, settings.max_results
     if (asked := _asked.get(key)) is None:
         asked = _read_body(body, settings, model)
-        if len(rest) <= MAX_KEPT_BYTES:
+        if rest is not None:
             _asked.put(key, asked)
     return InferRequest(asked, SentInputs(read_items(body.inputs, memoryview(raw.data)[length:], settings)), body.id)
 

@@ -23,7 +23,7 @@ from layertap.service.features import Features
 from layertap.service.formats.buffers import Buffers, Encoding, view_bytes
 from layertap.service.formats.json import write_json
 from layertap.service.http.body import load_json
-from layertap.service.http.parsing import MAX_KEPT, MAX_KEPT_BYTES, RawRequest
+from layertap.service.http.parsing import MAX_KEPT, RawRequest, write_rest
 from layertap.service.http.problems import MAX_DETAIL, Problem
 from layertap.service.inputs.arrays import decode_base64
 from layertap.service.inputs.items import ImageItem, InputItem, TextItem, TokensItem, UrlItem
@@ -141,14 +141,14 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
         )
     value = load_json(raw.data)
     fields = value if isinstance(value, dict) else {}
-    rest = orjson.dumps({name: each for name, each in fields.items() if name != "input"})
+    rest = write_rest(fields, "input")
     key = rest, settings.max_reply_bytes
     if (asked := _asked.get(key)) is not None:
         given = validate(InputBody, {name: each for name, each in fields.items() if name == "input"}).input
     else:
         body = validate(EmbeddingsBody, value)
         asked, given = _read_body(body, raw, settings), body.input
-        if len(rest) <= MAX_KEPT_BYTES:
+        if rest is not None:
             _asked.put(key, asked)
     items, faults = read_items(given, "input", lambda entry: _read_item(entry, asked.modality))
     if faults:
