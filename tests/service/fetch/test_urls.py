@@ -15,8 +15,11 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from layertap.models.errors import InputError
+from layertap.models.spec import InputSpec, PreprocessSpec
 from layertap.service.fetch.addresses import is_allowed
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.settings import Settings, SettingsError
@@ -48,6 +51,26 @@ class Names:
         self.asked.append(host)
         answers = self.known.get(host, [[LOOPBACK]])
         return answers.pop(0) if len(answers) > 1 else answers[0]
+
+
+BRIGHT = PreprocessSpec(resize=8, crop=8, std=(0.001, 0.001, 0.001))
+
+
+class Forked(nn.Module):
+    """Goes one way for noise, as at loading, and another for pictures, whose numbers are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.dim, self.bright = (nn.Linear(192, 192) for _ in range(3))
+
+    def forward(self, image: Tensor) -> Tensor:
+        bright = image.flatten(1).mean(1) > 50
+        rows = self.both(image.flatten(1))
+        out = torch.zeros_like(rows)
+        for chosen, way in ((~bright, self.dim), (bright, self.bright)):
+            if chosen.any():
+                out[chosen] = way(rows[chosen])
+        return out
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +106,8 @@ def fetching(serve: Serve, hostile: HostileServer, other: HostileServer, names: 
         "max_body_bytes": 2_000_000,
         "url_timeout_s": 20,
     }
-    with serve(configured(net("gated", "Gated")), fetcher=partial(Fetcher, resolver=names), **settings) as live:
+    forked = net("forked", "Forked", InputSpec("image", (3, 8, 8)), module=__name__, preprocess=BRIGHT)
+    with serve(configured(net("gated", "Gated"), forked), fetcher=partial(Fetcher, resolver=names), **settings) as live:
         yield live
 
 
@@ -181,6 +205,17 @@ def test_once_for_all_that_name_it(fetching: Live, hostile: HostileServer) -> No
     reply = fetching.client.post("/extract", json={**WHOLE, "inputs": inputs})
     sent = fetching.client.post("/extract", json={**WHOLE, "inputs": [image(PNG)] * 3})
     assert same(arrays_of(reply), arrays_of(sent))
+    assert hostile.hits == 1
+
+
+def test_once_however_often_it_is_planned(fetching: Live, hostile: HostileServer) -> None:
+    """A request that is planned again without what its picture does not have keeps the picture that it fetched."""
+    asked = {"model": "forked", "layers": ["*"]}
+    url = f"http://images.test:{hostile.port}/good.png"
+    reply = fetching.client.post("/extract", json={**asked, "inputs": [{"url": url}]})
+    found = arrays_of(reply)
+    assert "both" in found and "dim" not in found
+    assert same(found, arrays_of(fetching.client.post("/extract", json={**asked, "inputs": [image(PNG)]})))
     assert hostile.hits == 1
 
 
