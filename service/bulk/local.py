@@ -77,7 +77,9 @@ def _make_request(question: Question) -> ExtractRequest:
     }
     body = validate(ExtractBody, {name: value for name, value in fields.items() if value})
     # Decoded with the batch: other batches keep the workers busy, and no row is sent between processes.
-    return ExtractRequest(decode_with_batch=True, **body.request_fields)
+    request = ExtractRequest(decode_with_batch=True, **body.request_fields)
+    request.remember()
+    return request
 
 
 def _make_inputs(question: Question, inputs: Sequence[bytes]) -> SentInputs:

@@ -21,11 +21,9 @@ from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.prepare.fetch_inputs import fetch_inputs
-from layertap.service.engine.prepare.input_decoder import Faults
 from layertap.service.engine.prepare.job_maker import JobMaker, refuse_picture
 from layertap.service.engine.prepare.planner import PlannedRequest, Planner, complete_texts
 from layertap.service.engine.prepare.preparation import (
-    find_prepared,
     list_pictures,
     make_encoded_job,
     make_job,
@@ -105,7 +103,9 @@ class Engine:
         handle = ticket.handles.get(request.model) or await self.get_handle(request.model, ticket)
         try:
             ticket.enter_queue(handle, len(sent.items))
-            answers = await self._answer(request, sent, handle, ticket)
+            tried = _Tried(sent)
+            run = partial(self._decode_and_run, tried=tried, ticket=ticket)
+            answers = await self._with_plan(request, tried, handle, ticket, run)
         finally:
             ticket.leave_queue()
         results = 0
@@ -122,10 +122,11 @@ class Engine:
         """Plan a request without running it: the result of ``describe``, in a thread, for its jobs; LayertapError."""
         self.begin(request, sent, ticket)
         handle = await self.get_handle(request.model, ticket)
-        make = partial(self._describe_jobs, faults=sent.faults, ticket=ticket, describe=describe)
+        tried = _Tried(sent)
+        make = partial(self._describe_jobs, tried=tried, ticket=ticket, describe=describe)
         try:
             ticket.enter_queue(handle, len(sent.items))
-            return await self._with_plan(request, _Tried(sent), handle, ticket, make)
+            return await self._with_plan(request, tried, handle, ticket, make)
         finally:
             ticket.leave_queue()
 
@@ -133,17 +134,15 @@ class Engine:
         self,
         planned: PlannedRequest,
         items: Items,
-        asked: ExtractRequest,
         *,
-        faults: Faults,
+        tried: _Tried,
         ticket: Ticket,
         describe: Callable[[list[Job]], T],
     ) -> T:
-        del asked
         if items:
-            jobs = await self._make_jobs(planned, items, faults, ticket)
+            jobs = await self._make_jobs(planned, items, tried, ticket)
         else:
-            jobs = [make_job(planned, {}, faults, ticket)]
+            jobs = [make_job(planned, {}, tried.sent.faults, ticket)]
         return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
 
     async def run_jobs(self, jobs: list[Job], handle: ModelHandle, ticket: Ticket) -> list[Answer]:
@@ -221,34 +220,13 @@ class Engine:
         await self.manager.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _answer(
-        self, request: ExtractRequest, sent: SentInputs, handle: ModelHandle, ticket: Ticket
-    ) -> list[Answer]:
-        """The jobs of a request with their results: prepared before, or planned now."""
-        pictures, tried = list_pictures(sent.items), _Tried(sent)
-        if (prepared := find_prepared(request, handle, pictures)) is not None:
-            ticket.resize(prepared.rows)
-            ticket.reserve_bytes(prepared.nbytes)
-            job = make_encoded_job(request, prepared, pictures, sent.faults, ticket)
-            tried.nbytes = prepared.nbytes
-            try:
-                return [(job, (await self.manager.scheduler.run([job]))[0])]
-            except UndecodedError as error:
-                tried.items = refuse_picture(sent.local_items, error)
-            except OtherCallsError:
-                request = replace(request, apart=True)
-            except LayertapError as error:
-                request = request.leave_out(error)
-        run = partial(self._decode_and_run, faults=sent.faults, ticket=ticket)
-        return await self._with_plan(request, tried, handle, ticket, run)
-
     async def _with_plan(
         self,
         request: ExtractRequest,
         tried: _Tried,
         handle: ModelHandle,
         ticket: Ticket,
-        use: Callable[[PlannedRequest, Items, ExtractRequest], Awaitable[T]],
+        use: Callable[[PlannedRequest, Items], Awaitable[T]],
     ) -> T:
         """The result of ``use`` for a request's plan and its items; the ticket then holds the plan's rows and bytes.
 
@@ -268,32 +246,33 @@ class Engine:
                         tried.items = await fetch_inputs(request, sent, inputs, rows, self.fetcher, ticket)
                 ticket.reserve_bytes(planned.nbytes - tried.nbytes)
                 tried.nbytes = planned.nbytes
-                return await use(planned, tried.items, request)
+                return await use(planned, tried.items)
             except LayertapError as error:
                 if not left:
                     raise
                 request, left = request.leave_out(error), left - 1
 
     async def _decode_and_run(
-        self, planned: PlannedRequest, items: Items, asked: ExtractRequest, faults: Faults, ticket: Ticket
+        self, planned: PlannedRequest, items: Items, tried: _Tried, ticket: Ticket
     ) -> list[Answer]:
         """Decode items, run their rows, and return the jobs with their results."""
         pictures = list_pictures(items)
-        if (prepared := prepare_encoded(asked, planned, pictures)) is not None:
+        if (prepared := prepare_encoded(planned, pictures)) is not None:
+            job = make_encoded_job(planned, prepared, pictures, tried.sent.faults, ticket)
             try:
-                return await self._run([make_encoded_job(asked, prepared, pictures, faults, ticket)], ticket.deadline)
+                return await self._run([job], ticket.deadline)
             except UndecodedError as error:
                 items = refuse_picture(items, error)
             except OtherCallsError:
                 planned = planned.with_inputs_apart()
-        jobs = await self._make_jobs(planned, items, faults, ticket)
+        jobs = await self._make_jobs(planned, items, tried, ticket)
         ticket.resize(sum(job.rows for job in jobs))
         try:
             return await self._run(jobs, ticket.deadline)
         except OtherCallsError:
             if any(job.plan_again for job in jobs):
                 raise
-        return await self._decode_and_run(planned.with_inputs_apart(), items, asked, faults, ticket)
+        return await self._decode_and_run(planned.with_inputs_apart(), items, tried, ticket)
 
     async def _run(self, jobs: list[Job], deadline: float) -> list[Answer]:
         """Run jobs, in stages if some take tensors of others, and return each with its results."""
@@ -340,17 +319,19 @@ class Engine:
             counts_calls = False
         return job, results
 
-    async def _make_jobs(self, planned: PlannedRequest, items: Items, faults: Faults, ticket: Ticket) -> list[Job]:
-        """The jobs of items, replanned if their rows are not as predicted."""
-        jobs = await self.job_maker.make_jobs(planned, items, faults, ticket)
-        needed = sum(job.nbytes + count_taken_bytes(job) for job in jobs)
-        ticket.reserve_bytes(max(needed - planned.nbytes, 0))
+    async def _make_jobs(self, planned: PlannedRequest, items: Items, tried: _Tried, ticket: Ticket) -> list[Job]:
+        """The jobs of items, replanned if their rows are not as predicted; the ticket then holds their bytes."""
+        jobs = await self.job_maker.make_jobs(planned, items, tried.sent.faults, ticket)
+        needed = sum([job.nbytes + count_taken_bytes(job) for job in jobs])
+        if needed > tried.nbytes:
+            ticket.reserve_bytes(needed - tried.nbytes)
+            tried.nbytes = needed
         return jobs
 
 
 @dataclass
 class _Tried:
-    """A request's inputs, kept from one try to the next: its items once they are fetched, and the bytes of its plan."""
+    """A request's inputs, kept from one try to the next: its items once they are fetched, and the bytes it holds."""
 
     sent: SentInputs
     items: Items | None = None

@@ -46,11 +46,11 @@ class PreparedRequest:
 
     For the schedule: rows with one ``key`` may share a forward. ``depth``: the share of a whole forward's cost up to
     its deepest layer. ``row_bytes``: bytes captured of each row. ``isolated``: no other job shares its forwards.
-    ``unsplittable``: all its rows run in one forward, alone. ``nbytes``: bytes of its rows and results, to reserve.
+    ``unsplittable``: all its rows run in one forward, alone.
 
     For the forward: ``spec``.
 
-    For the reply: ``rows``, if all are one job. ``fingerprints`` by result key. ``mask`` names the model input that is
+    For the reply: ``fingerprints`` by result key. ``mask`` names the model input that is
     the attention mask. ``rows_per_forward``: how many rows a forward has, if rows affect each
     other. ``preprocessed`` says who preprocessed the rows. ``labels`` names the model's classes. ``changed``: for each
     intervention of the request, but not of single inputs, the points it changes. ``receipts`` keeps those that are
@@ -62,10 +62,8 @@ class PreparedRequest:
     row_bytes: int = 0
     isolated: bool = False
     unsplittable: bool = False
-    nbytes: int = 0
     spec: ForwardSpec = NO_FORWARD
     catalog: Catalog = NO_CATALOG
-    rows: int = 1
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     mask: str | None = None
     rows_per_forward: int | None = None

@@ -65,8 +65,9 @@ class ExtractRequest:
     other requests; ``decode_with_batch``: let the isolated batch decode its pictures, for callers that keep all slots
     busy anyway; ``prompt``: the name of a prompt in the model's folder, put before each text; None: the default one.
     ``truncate``: how to cut long texts; None: as the model's folder says. ``verify``: put captured outputs back;
-    ``probe``: add the results of the fixed input; ``dry_run``: run nothing. ``input_options``: options of single
-    inputs, by index; each input is then a job of its own, as with ``apart``: because their forwards make other calls.
+    ``probe``: add the results of the fixed input; ``dry_run``: run nothing. ``remembered``: later requests that ask the
+    same get this object. ``input_options``: options of single inputs, by index; each input is then a job of its own, as
+    with ``apart``: because their forwards make other calls.
     """
 
     model: str | None
@@ -87,8 +88,13 @@ class ExtractRequest:
     probe: bool = False
     apart: bool = False
     dry_run: bool = False
+    remembered: bool = field(init=False, default=False)
     priority: Priority = "interactive"
     reply: ReplyOptions = ReplyOptions()
+
+    def remember(self) -> None:
+        """Note that later requests which ask the same get this object."""
+        object.__setattr__(self, "remembered", True)
 
     @cached_property
     def is_small(self) -> bool:
@@ -130,8 +136,8 @@ class ExtractRequest:
     def leave_out(self, error: LayertapError) -> ExtractRequest:
         """The request whose globs exclude the points that an error names; raises the error if they already do."""
         selectors = tuple(
-            replace(each, excluded=tuple({**error.points, **dict(each.excluded or ())}.items()))
-            if each.is_glob
+            replace(each, excluded=tuple((dict(each.excluded or ()) | dict(error.points)).items()))
+            if each.is_glob and error.points
             else each
             for each in self.selectors
         )

@@ -52,6 +52,7 @@ class Exchange:
         self.timings = Timings(facts=self.facts)
         self.engine = engine
         self.admin = False
+        self.keeps_watching = False
         self.ticket: Ticket | None = None
         self.timeout: Timeout | None = None
         self.trace: RequestTrace | None = None
@@ -100,7 +101,8 @@ class Exchange:
             self.timeout.explain(error, self.engine, self.facts.model or None)
 
     def watch_client(self) -> None:
-        """Cancel the request once its client is gone: ClientGoneError then. A reply that begins ends this.
+        """Cancel the request once its client is gone: ClientGoneError then. A reply that begins ends this,
+        unless ``keeps_watching`` is set.
 
         The body must have been read: all that is received after it is the end of the connection. Our own protocol calls
         ``on_disconnect`` of the state then, which costs less than a task that waits for it.
@@ -132,7 +134,8 @@ class Exchange:
 
     def _begin_reply(self, message: Message) -> None:
         """Stop watching the client, and add the headers that are always there; nothing inside sets them."""
-        self._stop_watching()
+        if not self.keeps_watching:
+            self._stop_watching()
         self.facts.status = message["status"]
         self.timings.reply_begun = time.perf_counter()
         headers = message["headers"] = [

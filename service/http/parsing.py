@@ -160,7 +160,8 @@ def _make_request(raw: RawRequest, settings: Settings, body: RequestBody, key: H
     request = ExtractRequest(dry_run=dry_run, reply=reply, **body.request_fields)
     if len(body.inputs) == 1 and request.input_options:  # of which there may be several rows
         return replace(request.for_input(0), input_options={})
-    if key is not None:
+    if key is not None and request.is_small:
+        request.remember()
         _asked.put(key, request)
     return request
 

@@ -24,6 +24,7 @@ from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 
 EMBEDDING = "embedding"  # the name of the output with a model's embedding, whichever layer that is
+MAX_NAME = 256  # characters of a model's name that is remembered
 HIGHEST_PRIORITY = 1  # 0 is the default, which is the same here
 # The fields of other routes' bodies that may be parameters here.
 OF_REQUEST = frozenset(
@@ -76,7 +77,8 @@ def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest
     key = model, rest, settings.max_reply_bytes, settings.max_results
     if (asked := _asked.get(key)) is None:
         asked = _read_body(body, settings, model)
-        if rest is not None:
+        if rest is not None and len(model) <= MAX_NAME and asked.extract.is_small:
+            asked.extract.remember()
             _asked.put(key, asked)
     return InferRequest(asked, SentInputs(read_items(body.inputs, memoryview(raw.data)[length:], settings)), body.id)
 

@@ -58,9 +58,10 @@ def _list_entries(value: object) -> object:
 
 
 class InputBody(StrictBody):
-    """The inputs of a body."""
+    """The fields of a body that differ from one request to the next."""
 
     input: Annotated[tuple[Entry, ...], Field(min_length=1, max_length=MAX_INPUTS), BeforeValidator(_list_entries)]
+    user: str | None = Field(None, max_length=512)
 
 
 class EmbeddingsBody(InputBody):
@@ -77,7 +78,6 @@ class EmbeddingsBody(InputBody):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: StrictInt | None = Field(None, ge=1)
     modality: Kind | None = None
-    user: str | None = Field(None, max_length=512)
     prompt: str | None = Field(None, max_length=512)
     truncate: SomeTruncate | None = None
 
@@ -141,14 +141,16 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
         )
     value = load_json(raw.data)
     fields = value if isinstance(value, dict) else {}
-    rest = write_rest(fields, "input")
+    rest = write_rest(fields, "input", "user")
     key = rest, settings.max_reply_bytes
     if (asked := _asked.get(key)) is not None:
-        given = validate(InputBody, {name: each for name, each in fields.items() if name == "input"}).input
+        own = {name: each for name, each in fields.items() if name in ("input", "user")}
+        given = validate(InputBody, own).input
     else:
         body = validate(EmbeddingsBody, value)
         asked, given = _read_body(body, raw, settings), body.input
         if rest is not None:
+            asked.extract.remember()
             _asked.put(key, asked)
     items, faults = read_items(given, "input", lambda entry: _read_item(entry, asked.modality))
     if faults:

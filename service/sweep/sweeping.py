@@ -395,7 +395,8 @@ def _make_receipt(job: Job, place: Place, digest: str) -> Receipt:
     result = Result(
         place.key, Capture(tap.point, tap.info, Reduction()), job.prepared.catalog.layers[tap.point.layer].type
     )
-    receipt = make_receipt(replace(job, prepared=replace(job.prepared, fingerprints={place.key: digest})), result)
+    named = replace(job, prepared=replace(job.prepared, fingerprints={place.key: digest}))
+    receipt = make_receipt(named, result, truncated=job.cut if any(job.cut) else None)
     return replace(receipt, row_axis=0, entries_per_row=1, row_order="")
 
 

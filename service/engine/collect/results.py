@@ -54,22 +54,22 @@ def collect_features(job: Job, results: Results) -> Features:
 
 def _make_receipts(job: Job, results: Results) -> dict[str, Receipt]:
     """The receipt of each result; what does not depend on the values of rows is made once for all requests."""
-    prepared = job.prepared
+    prepared, cut = job.prepared, job.cut if any(job.cut) else None
     if prepared.spec.plan.objective is not None:
         classes, token_counts = _find_classes(job, results), _count_tokens(job)
-        return {result.key: make_receipt(job, result, classes, token_counts) for result in job.plan.results}
+        return {result.key: make_receipt(job, result, classes, token_counts, cut) for result in job.plan.results}
     receipts = prepared.receipts.get(job.rows)
     if receipts is None:
         receipts = {result.key: make_receipt(job, result) for result in job.plan.results}
         prepared.receipts[job.rows] = receipts
     if prepared.mask is None and not job.cut:
         return receipts
-    token_counts, truncated = _count_tokens(job), job.cut if any(job.cut) else None
+    token_counts = _count_tokens(job)
     return {
         result.key: replace(
             receipts[result.key],
             token_counts=token_counts if result.capture.info.token_axes else None,
-            truncated=truncated,
+            truncated=cut,
         )
         for result in prepared.spec.plan.results
     }
@@ -104,7 +104,11 @@ def _count_tokens(job: Job) -> tuple[int, ...] | None:
 
 
 def make_receipt(
-    job: Job, result: Result, classes: tuple[int, ...] | None = None, token_counts: tuple[int, ...] | None = None
+    job: Job,
+    result: Result,
+    classes: tuple[int, ...] | None = None,
+    token_counts: tuple[int, ...] | None = None,
+    truncated: tuple[int, ...] | None = None,
 ) -> Receipt:
     """The receipt of a result; ``classes``: the top class of each row; ``token_counts``: tokens of each text."""
     point, info, reduction = result.capture.point, result.capture.info, result.capture.reduction
@@ -138,7 +142,7 @@ def make_receipt(
         forward="compiled" if job.prepared.spec.compiled else "",
         classes=classes,
         token_counts=token_counts if info.token_axes else None,
-        truncated=job.cut if any(job.cut) else None,
+        truncated=truncated,
         labels=name_classes(job.prepared.labels, classes) if classes is not None else None,
         rows_per_forward=job.prepared.rows_per_forward,
         preprocessed=job.prepared.preprocessed,

@@ -96,7 +96,7 @@ class JobMaker:
             if keys[-1] in plans:
                 continue
             try:
-                of_input = replace(planned, input_index=part.input_index, is_kept=False)
+                of_input = replace(planned, input_index=part.input_index, kept=None)
                 plans[keys[-1]] = await self._planner.replan(of_input, part.rows, part.items, deadline)
             except (RequestError, TooLargeError) as error:
                 skips = planned.request.on_error == "skip" and isinstance(error, (InputError, TooLargeError))

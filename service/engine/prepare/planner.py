@@ -17,6 +17,7 @@ from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
 from layertap.models.errors import Fault, InputError, RequestError, escape
 from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.lru_cache import LRUCache
 from layertap.models.model_info import ModelInfo
 from layertap.models.planner import make_plan
 from layertap.models.resume.resumption import Resumption, find_start
@@ -62,8 +63,8 @@ class PlannedRequest:
     The plan has the options of the input at ``input_index``. ``inputs`` describes the rows, which may be outputs of a
     layer; ``tower`` is the part of it that these rows have, if the model has two towers. ``catalog`` was measured with
     rows of ``catalog_shapes``, None if the rows have a shape that is not surveyed yet. ``identity`` is the model's part
-    of the fingerprints. ``nbytes`` estimates the memory of rows and results. ``is_kept``: others that ask the same get
-    this plan; ``prepared`` is then what was made of it.
+    of the fingerprints. ``nbytes`` estimates the memory of rows and results. ``kept``: where it is kept
+    for others that ask the same, of the model as it was known then; ``prepared`` is what was made of it.
     """
 
     request: ExtractRequest
@@ -81,12 +82,12 @@ class PlannedRequest:
     plan: Plan = NO_PLAN
     fingerprints: Fingerprints = field(default_factory=dict)
     nbytes: int = 0
-    is_kept: bool = False
-    prepared: dict[Hashable, PreparedRequest] = field(init=False, default_factory=dict)
+    kept: LRUCache[Hashable, PlannedRequest] | None = None
+    prepared: dict[Hashable, PreparedRequest | None] = field(init=False, default_factory=dict)
 
     def with_inputs_apart(self) -> PlannedRequest:
         """The same with a job for each input, which may go its own way."""
-        return replace(self, request=replace(self.request, apart=True), is_kept=False)
+        return replace(self, request=replace(self.request, apart=True), kept=None)
 
 
 class Planner:
@@ -95,33 +96,37 @@ class Planner:
     def __init__(self, settings: Settings, run_in_thread: RunInThread) -> None:
         self._settings = settings
         self._run_in_thread = run_in_thread
-        self._planning: dict[Hashable, asyncio.Future[None]] = {}  # the requests that are being planned
+        self._planning: dict[Hashable, asyncio.Future[PlannedRequest | None]] = {}  # the requests being planned
 
     async def plan(
         self, request: ExtractRequest, sent: SentInputs, handle: ModelHandle, deadline: float
     ) -> PlannedRequest:
         """A request's plan before anything is decoded, by the shapes of its arrays; RequestError, TooLargeError.
 
-        Of requests that ask the same, the first one plans for all that come meanwhile.
+        Of requests that ask the same, the first one plans for those that come meanwhile.
         """
-        kinds = _list_kinds(sent) if request.is_small else None
+        kept: LRUCache[Hashable, PlannedRequest] = handle.planned
+        kinds = _list_kinds(sent, handle.model.model_inputs) if request.remembered else None
         if kinds is None:
             return await self._plan(request, sent, handle, deadline)
-        key = handle, request, kinds
-        while not isinstance(planned := handle.prepared.get(key[1:]), PlannedRequest):
-            if (first := self._planning.get(key)) is not None:
-                await wait_until(deadline, asyncio.shield(first))
-                continue
-            self._planning[key] = asyncio.get_running_loop().create_future()
-            try:
-                planned = await self._plan(request, sent, handle, deadline)
-                if len(planned.plan.results) <= MAX_LAYERS:
-                    planned = replace(planned, is_kept=True)
-                    handle.prepared.put(key[1:], planned)
-                return planned
-            finally:  # if it failed, or is not kept, the next one plans
-                self._planning.pop(key).set_result(None)
-        return planned
+        key = request, kinds
+        if (found := kept.get(key)) is not None:
+            return found
+        if (first := self._planning.get((kept, key))) is not None:
+            found = await wait_until(deadline, asyncio.shield(first))
+            return found or await self._plan(request, sent, handle, deadline)
+        self._planning[kept, key] = answer = asyncio.get_running_loop().create_future()
+        try:
+            planned = await self._plan(request, sent, handle, deadline)
+            if len(planned.plan.results) <= MAX_LAYERS:
+                planned = replace(planned, kept=kept)
+                kept.put(key, planned)
+            answer.set_result(planned)
+            return planned
+        finally:
+            del self._planning[kept, key]
+            if not answer.done():  # it failed: each of the others finds out for itself
+                answer.set_result(None)
 
     async def _plan(
         self, request: ExtractRequest, sent: SentInputs, handle: ModelHandle, deadline: float
@@ -176,13 +181,12 @@ class Planner:
         inputs, shapes = planned.inputs, get_row_shapes(rows)
         tower = inputs.for_shapes(shapes) if inputs.towers else inputs
         lengths = await self._measure_lengths(rows, tower, deadline) if tower.text is not None else None
-        if not planned.is_kept:
+        if planned.kept is None:
             return await self._replan(planned, rows, items, tower, lengths, deadline)
         key = planned, shapes, len(next(iter(rows.values()))), lengths.kept if lengths is not None else None
-        found: PlannedRequest | None = planned.handle.prepared.get(key)
-        if found is None:
-            found = replace(await self._replan(planned, rows, items, tower, lengths, deadline), is_kept=True)
-            planned.handle.prepared.put(key, found)
+        if (found := planned.kept.get(key)) is None:
+            found = await self._replan(planned, rows, items, tower, lengths, deadline)
+            planned.kept.put(key, found)
         return found
 
     async def _replan(
@@ -237,7 +241,8 @@ class Planner:
         request, catalog, identity = planned.request.for_input(planned.input_index), planned.catalog, planned.identity
         # Without numbered tokens, the only property of lengths that a plan uses is how many positions are kept.
         key = id(catalog), identity, request.selectors, lengths.kept if lengths is not None else None
-        if request.is_small and (kept := planned.handle.plans.get(key)) is not None:
+        plans = planned.handle.plans
+        if request.is_small and (kept := plans.get(key)) is not None:
             return kept[1], kept[2]
         make = partial(_make_plan, request, planned, lengths, self._settings.max_results)
         try:
@@ -245,7 +250,7 @@ class Planner:
         except RequestError as error:
             raise planned.request.locate(error, planned.input_index) from None
         if request.is_small and len(plan.results) <= MAX_LAYERS:
-            planned.handle.plans.put(key, (catalog, plan, fingerprints))  # keeps the catalogue alive, and its id unique
+            plans.put(key, (catalog, plan, fingerprints))  # keeps the catalogue alive, and its id unique
         return plan, fingerprints
 
     async def survey(self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
@@ -428,15 +433,18 @@ def find_prompt(request: ExtractRequest, model: ModelInfo) -> str:
     return prompts[request.prompt]
 
 
-def _list_kinds(sent: SentInputs) -> Hashable:
-    """What a plan depends on of inputs: how many there are, and their kind; None if they differ."""
-    kinds = {_describe_kind(item) for _, item in sent.items}
-    return (len(sent.items), kinds.pop() if kinds else None) if len(kinds) <= 1 else None
+def _list_kinds(sent: SentInputs, inputs: ModelInputs) -> Hashable:
+    """What a plan depends on of inputs: how many there are, and their kind; None if they differ, or have odd names."""
+    kinds = {_describe_kind(item, inputs) for _, item in sent.items}
+    return (len(sent.items), *kinds) if len(kinds) <= 1 and None not in kinds else None
 
 
-def _describe_kind(item: InputItem) -> Hashable:
+def _describe_kind(item: InputItem, inputs: ModelInputs) -> Hashable:
     if not isinstance(item, ArraysItem):
         return type(item).__name__
+    names = {None, *(spec.name for spec in inputs.specs)}
+    if not item.arrays.keys() <= names:
+        return None
     return item.may_batch, item.by_name, *((name, each.dtype.str, each.shape) for name, each in item.arrays.items())
 
 

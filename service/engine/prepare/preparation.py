@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -19,12 +19,12 @@ from layertap.models.selection.poolings import POOLINGS
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.batch import Job
 from layertap.service.engine.limits import check_batch, check_graph
-from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.prepare.planner import PlannedRequest
 from layertap.service.engine.prepared_request import ForwardSpec, PreparedRequest
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.inputs.items import TIFF_STARTS, ImageItem
 
+ENCODED = "encoded"  # pictures that a batch decodes
 PAIRS = "some ids look like pairs, by their separators: all token types are 0 here, those of second texts too"
 
 
@@ -39,37 +39,38 @@ def list_pictures(items: Sequence[tuple[int, object]]) -> tuple[ImageItem, ...]:
     return tuple(pictures) if once else ()
 
 
-def find_prepared(
-    request: ExtractRequest, handle: ModelHandle, pictures: Sequence[ImageItem]
-) -> PreparedRequest | None:
-    """The request prepared for so many pictures that their batch decodes; None if none asked the same before."""
-    prepared: PreparedRequest | None = handle.prepared.get((request, len(pictures))) if pictures else None
-    return prepared
-
-
-def prepare_encoded(
-    request: ExtractRequest, planned: PlannedRequest, pictures: Sequence[ImageItem]
-) -> PreparedRequest | None:
+def prepare_encoded(planned: PlannedRequest, pictures: Sequence[ImageItem]) -> PreparedRequest | None:
     """A request prepared for pictures that their batches decode; their rows must be known in advance.
 
     None if they must be decoded first: inputs with options of their own; pictures whose size decides that of their
     rows; a few pictures, which run one after another on all cores; several that share no forwards, whose batches are
     as large as memory allows (``decode_with_batch`` excepted).
     """
-    preprocess = planned.inputs.preprocess
+    if not pictures or len(pictures) != planned.rows:
+        return None
+    if ENCODED in planned.prepared:
+        return planned.prepared[ENCODED]
+    prepared = _prepare_encoded(planned)
+    _keep(planned, ENCODED, prepared)
+    return prepared
+
+
+def _prepare_encoded(planned: PlannedRequest) -> PreparedRequest | None:
+    preprocess, request = planned.inputs.preprocess, planned.request
     sized = preprocess is not None and compute_output_size(preprocess) is not None
-    known = planned.shapes == planned.catalog_shapes and sized and not runs_apart(planned.request)
-    if not known or not planned.handle.executor.decodes_batches or not 0 < len(pictures) == planned.rows:
+    known = planned.shapes == planned.catalog_shapes and sized and not runs_apart(request)
+    if not known or not planned.handle.executor.decodes_batches:
         return None
     prepared = prepare(planned, check=True)
-    asked, key = planned.request, prepared.key
-    few = planned.rows <= key.count_few_rows(key.padded_rows)
-    side_by_side = not asked.decode_with_batch if prepared.isolated else few
-    if planned.rows > 1 and side_by_side:
-        return None
-    if planned.is_kept and planned.catalog.traits.deterministic:
-        planned.handle.prepared.put((request, len(pictures)), prepared)
-    return prepared
+    few = planned.rows <= prepared.key.count_few_rows(prepared.key.padded_rows)
+    side_by_side = not request.decode_with_batch if prepared.isolated else few
+    return None if planned.rows > 1 and side_by_side else prepared
+
+
+def _keep(planned: PlannedRequest, key: Hashable, prepared: PreparedRequest | None) -> None:
+    """Keep what was prepared for others; results that never repeat get a new fingerprint each time."""
+    if planned.kept is not None and planned.catalog.traits.deterministic:
+        planned.prepared[key] = prepared
 
 
 def prepare(planned: PlannedRequest, *, check: bool, own_positions: bool = False) -> PreparedRequest:
@@ -103,10 +104,8 @@ def prepare(planned: PlannedRequest, *, check: bool, own_positions: bool = False
         row_bytes=_count_row_bytes(planned, compiled),
         isolated=isolated or not plan.may_share,
         unsplittable=unsplittable or not plan.may_split,
-        nbytes=planned.nbytes,
         spec=ForwardSpec(plan, catalog if request.verify else None, planned.resumption, compiled),
         catalog=catalog,
-        rows=planned.rows,
         fingerprints=fingerprints,
         mask=planned.tower.mask,
         rows_per_forward=(planned.rows if unsplittable else 1) if catalog.crosses_rows or alone else None,
@@ -117,7 +116,7 @@ def prepare(planned: PlannedRequest, *, check: bool, own_positions: bool = False
 
 
 def make_encoded_job(
-    request: ExtractRequest,
+    planned: PlannedRequest,
     prepared: PreparedRequest,
     pictures: tuple[ImageItem, ...],
     faults: tuple[Fault, ...],
@@ -127,7 +126,7 @@ def make_encoded_job(
     return Job(
         prepared,
         len(pictures),
-        request.priority,
+        planned.request.priority,
         ticket.deadline,
         encoded=pictures,
         joined=JoinedRows(len(pictures)) if len(pictures) > 1 else None,
@@ -173,12 +172,11 @@ def make_job(
 
 
 def _prepare_once(planned: PlannedRequest, *, check: bool, own_positions: bool) -> PreparedRequest:
-    """As ``prepare``, once for all rows of a shape; results that never repeat get a new fingerprint each time."""
-    prepared = planned.prepared.get((check, own_positions))
-    if prepared is None:
+    """As ``prepare``, once for all rows of a shape."""
+    key = check, own_positions
+    if (prepared := planned.prepared.get(key)) is None:
         prepared = prepare(planned, check=check, own_positions=own_positions)
-        if planned.is_kept and planned.catalog.traits.deterministic:
-            planned.prepared[check, own_positions] = prepared
+        _keep(planned, key, prepared)
     return prepared
 
 

@@ -70,7 +70,7 @@ class Batcher:
 
     def count_slots(self) -> dict[str, int]:
         """The slots of each device; any thread may ask."""
-        return {name: device.slots for name, device in self._devices.items()}
+        return {name: device.slots for name, device in list(self._devices.items())}
 
     def count_parallel_batches(self, devices: Sequence[str], slots: int) -> int:
         """How many batches of so many slots these devices compute at the same time."""

@@ -15,7 +15,7 @@ from layertap.models.errors import RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Job, Results, SliceResult
 from layertap.service.engine.deadline import expire_at
-from layertap.service.engine.execute.executor import Executor
+from layertap.service.engine.execute.executor import Executor, fail_batch
 from layertap.service.engine.execute.model_calls import ModelFunction
 from layertap.service.engine.execute.threads import wrap_error
 from layertap.service.engine.rows import ItemAttempts, count_rows
@@ -281,7 +281,7 @@ class Scheduler:
             else:
                 model = self._models[starting.key.model]
                 model.busy += 1
-                running = model.executor.run(starting, partial(self._extend, starting))
+                running = self._start(model, starting)
                 running.add_done_callback(partial(self._end, model, starting, time.perf_counter()))
                 self._keep(running)
         waiting = self.batcher.find_waiting_models()
@@ -289,6 +289,14 @@ class Scheduler:
             for key in (waiting ^ self._noted) & self._models.keys():
                 self._models[key].executor.note_waiting_rows(key in waiting)
             self._noted = waiting
+
+    def _start(self, model: ScheduledModel, batch: Batch) -> asyncio.Future[BatchResult]:
+        try:
+            return model.executor.run(batch, partial(self._extend, batch))
+        except Exception as error:  # the batch was not sent
+            failed: asyncio.Future[BatchResult] = asyncio.get_running_loop().create_future()
+            failed.set_result(fail_batch(batch, error))
+            return failed
 
     def _extend(self, batch: Batch) -> Batch | None:
         """Add waiting rows to a batch whose forward has not begun; returns them as a batch, or None."""

@@ -76,8 +76,8 @@ class EventsResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Compute and send; the computation ends where the client is gone: ClientGoneError."""
+        self._exchange.keeps_watching = True  # the head is not all of the reply
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        self._exchange.watch_client()  # the head, which has been sent, is not all of the reply
         async for name, data in self._list_events():
             for piece in (f"event: {name}\ndata: ".encode(), *data, b"\n\n"):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})

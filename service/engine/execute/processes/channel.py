@@ -73,6 +73,11 @@ class Channel:
         self.send(message, descriptors, timeout)
         return self.receive(timeout)
 
+    def wait(self) -> None:
+        """Return once a message begins to arrive, on a socket that blocks; EOFError."""
+        if not self._messages and not self._filled and not self.connection.recv(1, socket.MSG_PEEK):
+            raise EOFError("the other process has ended")
+
     def receive(self, timeout: float | None = None) -> Any:
         """The next message; its tensors belong to the caller."""
         self._set_timeout(timeout)

@@ -100,6 +100,12 @@ class RunningBatch:
 
     def settle(self, outcome: Any) -> None:
         """Set the result: of the worker's answer, or of the error why there is none."""
+        try:
+            self._settle(outcome)
+        except Exception as error:  # no thread can be started
+            self._set(fail_batch(self._batch, error))
+
+    def _settle(self, outcome: Any) -> None:
         if not isinstance(outcome, tuple):
             self._set(self._explain(outcome))
             return

@@ -59,8 +59,9 @@ class DecodingWorker:
         channel.send(None)
         with suppress(EOFError):
             while True:
+                channel.wait()
+                self._progress.taken += 1  # also if this process can't receive it
                 method, given = channel.receive()
-                self._progress.taken += 1
                 channel.send(self._methods[method](given))
                 self._note_hooks()
 

@@ -120,6 +120,7 @@ class WorkerProcess:
             memory = sharing.result()
             if self.is_closed:
                 os.close(memory)
+                self._settle_with(ModelLostError())
             else:
                 self._write(data, memory)
         except Exception as error:
