@@ -101,11 +101,11 @@ class Exchange:
             self.timeout.explain(error, self.engine, self.facts.model or None)
 
     def watch_client(self) -> None:
-        """Cancel the request once its client is gone: ClientGoneError then. A reply that begins ends this,
-        unless ``keeps_watching`` is set.
+        """Cancel the request once its client is gone, with ClientGoneError, until its reply begins.
 
-        The body must have been read: all that is received after it is the end of the connection. Our own protocol calls
-        ``on_disconnect`` of the state then, which costs less than a task that waits for it.
+        With ``keeps_watching`` until that has ended. The body must have been read: all that is received after it is the
+        end of the connection. Our own protocol calls ``on_disconnect`` of the state then, which costs less than a task
+        that waits for it.
         """
         if "on_disconnect" in self._scope["state"]:
             self._scope["state"]["on_disconnect"] = self._leave

@@ -78,6 +78,19 @@ def test_fields_that_inputs_hide(live: Live) -> None:
     assert "more" in problem(live.client.post("/extract", content=deep, headers=head), 422)["detail"]
 
 
+def test_what_is_kept(live: Live) -> None:
+    """What is asked in one way is kept once; arrays of names that no model has, and probes, leave nothing."""
+    kept = live.engine.manager.handles["digits"].planned
+    ask(live, ROWS[:1])
+    before = len(kept.values())
+    for number in range(3):
+        ask(live, ROWS[:1])
+        odd = {"tensors": {f"odd {number}": tensor(ROWS[0])["tensor"]}}
+        problem(live.client.post("/extract", json={**ASKED, "on_error": "fail", "inputs": [odd]}), 422)
+        assert live.client.post("/extract", json={**ASKED, "inputs": [tensor(ROWS[0])], "probe": True}).is_success
+    assert len(kept.values()) <= before + 2  # of the probe's own question, and of its rows
+
+
 def test_pictures_that_are_bad(live: Live, decoding: Live) -> None:
     """Bad pictures of a prepared request are refused as those that are decoded first; others are answered."""
     good, size = picture(format="JPEG"), len(picture(format="JPEG"))

@@ -80,7 +80,8 @@ def test_served_until_balancers_know(tmp_path: Path) -> None:
         slow.endheaders(BODY[:-1])
         with ThreadPoolExecutor(len(clients)) as pool:
             ends = [pool.submit(client.send, port, number < KEPT) for number, client in enumerate(clients)]
-            wait_until(lambda: all(len(client.replies) > 3 for client in clients))
+            wait_until(lambda: any(end.done() for end in ends) or all(len(client.replies) > 3 for client in clients))
+            assert [end.exception() for end in ends if end.done()] == []
             assert not any(any(client.endings) for client in clients[:KEPT])
             begun = time.monotonic()
             server.running.send_signal(signal.SIGTERM)

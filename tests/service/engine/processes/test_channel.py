@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import resource
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,12 +16,19 @@ import torch
 
 from layertap.models.errors import Fault, InputError
 from layertap.service.engine.execute.processes.channel import (
+    LARGE_BYTES,
     MAX_INLINE_BYTES,
     Channel,
     connect,
     pack,
 )
+from layertap.service.engine.execute.processes.model_host import StartedWorker
+from layertap.service.engine.execute.processes.progress import create_progress
+from layertap.service.engine.execute.processes.worker_process import ModelLostError, WorkerProcess
 from layertap.service.errors import ForwardError
+from layertap.service.inputs.items import ImageItem
+
+LONG_S = 60.0
 
 
 def send_and_receive(message: object) -> Any:
@@ -177,3 +188,26 @@ def test_no_free_descriptor() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     channel.close()
     other.close()
+
+
+@pytest.mark.parametrize("size", [10, 2 * LARGE_BYTES])
+def test_asked_when_it_is_closed(size: int) -> None:
+    """A worker that has ended says so to whoever asks it, also if the message is so large that a thread copies it."""
+    channel, other = connect()
+    progress, memory = create_progress()
+    os.close(memory)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+
+    async def ask() -> object:
+        worker = WorkerProcess(StartedWorker(ended.pid, channel, progress), lambda *_: None)
+        worker.close(ModelLostError())
+        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        worker.ask(("decode", [ImageItem(bytes(size))]), answer.set_result, math.inf)
+        async with asyncio.timeout(LONG_S):
+            return await answer
+
+    try:
+        assert isinstance(asyncio.run(ask()), ModelLostError)
+    finally:
+        other.close()
+        ended.wait()
