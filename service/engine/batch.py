@@ -50,8 +50,8 @@ class Job:
     The batcher sets the times on its own clock; the job with the least ``due_at`` is first. ``waiting_rows`` are
     in no batch yet; ``slowdown``: measured seconds of its last batch, divided by the expected ones.
 
-    The rest is for the reply. ``faults``: of inputs that were left out. ``input_index`` is set if each input is a job
-    of its own. ``tokens`` counts the tokens of its texts without padding. ``cut``: how many tokens each text was
+    The rest is for the reply. ``faults``: of inputs that were left out. ``input_index`` is set if each input is a
+    separate job. ``tokens`` counts the tokens of its texts without padding. ``cut``: how many tokens each text was
     truncated by. ``plan_again`` makes the job of the same rows, never run, for a forward that makes other numbers of
     calls.
     """

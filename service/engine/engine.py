@@ -157,7 +157,7 @@ class Engine:
         return answers
 
     async def fetch(self, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> SentInputs:
-        """The inputs with pictures in place of URLs, for callers that extract from them several times or show them.
+        """The inputs with URLs replaced by pictures, for callers that need the pictures more than once.
 
         RequestError. Planned first if possible, so that a refused request fetches nothing.
         """

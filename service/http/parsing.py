@@ -57,7 +57,7 @@ class ParsedRequest(NamedTuple):
 
 Readers = Sequence[Callable[[], InputItem]]  # of each input
 MAX_KEPT, MAX_KEPT_BYTES = 256, 2048  # requests that are remembered, and how long what they ask may be
-# Clients ask the same over and over, with other inputs: then nothing of it is read again.
+# Clients ask the same over and over, with other inputs: then what is asked is not validated again.
 _asked: LRUCache[Hashable, ExtractRequest] = LRUCache(MAX_KEPT)
 
 

@@ -30,7 +30,7 @@ class AdmissionControl:
         self.metrics = metrics
 
     def admit(self, deadline: float, timings: Timings | None = None) -> Ticket:
-        """A ticket for a request with a deadline on the monotonic clock; the block's end releases it."""
+        """A ticket for a request with a deadline on the monotonic clock; its ``release`` gives back what it holds."""
         return Ticket(self, deadline, timings or Timings())
 
     def estimate_wait(self, handle: ModelHandle, rows: int) -> float:

@@ -67,7 +67,7 @@ class InputDecoder:
     ) -> tuple[Sequence[DecodedRows], Faults]:
         """The rows of all good inputs, and the faults of the others, added to those there are.
 
-        In one part if they have one shape and no options of their own, else in one per input. RequestError,
+        In one part if they have one shape and share their options, else in one per input. RequestError,
         TooLargeError: no input is good, or one is bad and the request leaves none out.
         """
         with ticket.timings.step("decode"):

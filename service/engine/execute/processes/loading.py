@@ -1,4 +1,4 @@
-"""Loads a model where it will run, in this process or in one of its own, and creates its executor."""
+"""Loads a model in this process or in a host process, and creates its executor."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class HostedModel(ModelInfo):
 
 
 def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_restart: OnRestart) -> HostedModel:
-    """Load a model in a process of its own; LoadError.
+    """Load a model in a host process; LoadError.
 
     ``plans`` as for ``HostOptions``, ``on_restart`` as for ``ModelHost``.
     """

@@ -101,7 +101,7 @@ class KnownSpecs:
 
 
 def pack_result(result: SliceResult, numbers: dict[Capture, int], decode: tuple[float, float]) -> SentResult:
-    """A worker's result, with the numbers of its captures in place of these; and when its pictures were decoded."""
+    """A worker's result as a tuple: captures become numbers, and the time of decoding is added."""
     outcome: object = result.results
     if not isinstance(result.results, Exception):
         outcome = [(numbers[capture], *reduced.parts) for capture, reduced in result.results.items()]
