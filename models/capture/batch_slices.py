@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from layertap.models.capture.reduction import ReducedTensor
+import numpy as np
+
+from layertap.models.capture.reduction import ReducedArray, ReducedTensor
 from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.devices import transfer
 from layertap.models.selection.plan import Capture, ResolvedIntervention, ResolvedObjective
@@ -125,13 +127,13 @@ class JoinedRows:
     def __init__(self, row_count: int) -> None:
         """The whole has ``row_count`` rows; its memory is allocated when the first part arrives."""
         self._row_count = row_count
-        self._whole: dict[Capture, ReducedTensor] = {}
+        self._whole: dict[Capture, ReducedArray] = {}
         self._lock = threading.Lock()
 
-    def add(self, start: int, stop: int, part: Mapping[Capture, ReducedTensor]) -> dict[Capture, ReducedTensor]:
+    def add(self, start: int, stop: int, part: Mapping[Capture, ReducedArray]) -> dict[Capture, ReducedArray]:
         """Add rows ``start`` to ``stop``; returns the whole, in which rows not added yet are uninitialised.
 
-        A part of all rows is the whole. Tensors that are the same for all rows come from the first part. A part may be
+        A part of all rows is the whole. Arrays that are the same for all rows come from the first part. A part may be
         added again.
         """
         if stop - start == self._row_count:
@@ -145,20 +147,21 @@ class JoinedRows:
                 axes = _list_row_axes(capture)
                 for whole, rows, axis in zip(self._whole[capture].parts, reduced.parts, axes, strict=False):
                     entries = rows.shape[axis] // (stop - start)
-                    whole.narrow(axis, start * entries, rows.shape[axis]).copy_(rows)
+                    chosen = slice(start * entries, start * entries + rows.shape[axis])
+                    whole[(slice(None),) * axis + (chosen,)] = rows
         return self._whole
 
 
-def _make_whole(capture: Capture, part: ReducedTensor, part_count: int, row_count: int) -> ReducedTensor:
+def _make_whole(capture: Capture, part: ReducedArray, part_count: int, row_count: int) -> ReducedArray:
     """Room for so many rows, of which a part has ``part_count``; what all rows share is copied."""
     if capture.info.row_axis is None:
-        return part.clone()
+        return ReducedArray(*map(np.copy, part.parts))
     whole = []
-    for tensor, axis in zip(part.parts, _list_row_axes(capture), strict=False):
-        shape = list(tensor.shape)
+    for array, axis in zip(part.parts, _list_row_axes(capture), strict=False):
+        shape = list(array.shape)
         shape[axis] = shape[axis] // part_count * row_count
-        whole.append(tensor.new_empty(shape))
-    return ReducedTensor(*whole)
+        whole.append(np.empty(shape, array.dtype))
+    return ReducedArray(*whole)
 
 
 def _list_row_axes(capture: Capture) -> tuple[int, int]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,6 +24,19 @@ from layertap.models.selection.hook_points import BY_AXIS, Reduction
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.projections import project
 from layertap.models.selection.statistics import get_statistic
+
+
+@dataclass(frozen=True)
+class ReducedArray:
+    """A result that has left torch: a ``ReducedTensor`` as C-contiguous arrays in host memory."""
+
+    values: npt.NDArray[Any]
+    scale: npt.NDArray[Any] | None = None
+
+    @property
+    def parts(self) -> tuple[npt.NDArray[Any], ...]:
+        """The values, and the scale if it is there."""
+        return (self.values,) if self.scale is None else (self.values, self.scale)
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,10 @@ class ReducedTensor:
     def clone(self) -> ReducedTensor:
         """A copy."""
         return ReducedTensor(*map(torch.clone, self.parts))
+
+    def numpy(self) -> ReducedArray:
+        """The same memory as arrays; the tensors are on the host."""
+        return ReducedArray(self.values.numpy(), None if self.scale is None else self.scale.numpy())
 
 
 def own_memory(reduced: ReducedTensor, captured: Tensor | None = None) -> ReducedTensor:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from layertap.models.capture.batch_slices import JoinedRows
-from layertap.models.capture.reduction import ReducedTensor
+from layertap.models.capture.reduction import ReducedArray
 from layertap.models.catalog.catalog import CallCounts
 from layertap.models.errors import Fault, LayertapError
 from layertap.models.selection.plan import Capture, Plan
@@ -23,7 +23,7 @@ from layertap.service.timings import Timings
 from layertap.service.types import BatchReason, Priority
 
 CPU = "cpu"  # the device on which pictures are decoded
-Results = dict[Capture, ReducedTensor]
+Results = dict[Capture, ReducedArray]
 Interval = tuple[float, float]
 NEVER: Interval = (0.0, 0.0)  # of a forward that failed, or of decoding where nothing was decoded
 

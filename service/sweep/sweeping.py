@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import torch
 
 from layertap.models import fingerprint
 from layertap.models.capture.batch_slices import JoinedRows
@@ -168,7 +169,7 @@ class Edit:
     def keep(self, results: Results) -> None:
         """Store the metrics of these rows."""
         array = self.row.arrays[self.place]
-        measured = results[self.row.swept.metric.capture].values.numpy()
+        measured = results[self.row.swept.metric.capture].values
         array[self.start : self.start + self.count, self.value] = measured
 
 
@@ -297,7 +298,7 @@ def _settle(swept: SweptInput, results: Results) -> SweptInput:
         return swept
     position = objective.position
     captured = (0,) if position is not None and len(position) == 1 else position  # a single token is captured alone
-    values = RowTensor(results[scores].values.float(), scores.info).at(captured).value
+    values = RowTensor(torch.tensor(results[scores].values, dtype=torch.float32), scores.info).at(captured).value
     if objective.target == "unedited":
         objective = replace(objective, target=tuple(make_target(values, objective)[0].tolist()))
     else:

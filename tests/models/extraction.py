@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from layertap.models.capture.batch_slices import JoinedRows, RequestSlice
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.capture.reduction import ReducedTensor
+from layertap.models.capture.reduction import ReducedArray, ReducedTensor
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.devices.memory import Inputs
 from layertap.models.hooks.sites import Site
@@ -52,13 +53,14 @@ def run_plan(module: nn.Module, x: Tensor, plan: Plan) -> dict[str, Tensor]:
 def extract_plan(
     model: LoadedModel, rows: Inputs, plan: Plan, catalog: Catalog, max_rows: int
 ) -> dict[Capture, ReducedTensor]:
-    """All captures, on the model's device; rows beyond ``max_rows`` run in further forwards."""
+    """All captures, on the host; rows beyond ``max_rows`` run in further forwards."""
     total = len(next(iter(rows.values())))
     size = check_rows_fit(plan, catalog, total, max_rows)
-    joined, found = JoinedRows(total), dict[Capture, ReducedTensor]()
+    joined, found = JoinedRows(total), dict[Capture, ReducedArray]()
     for start in reversed(range(0, total, size)):  # in whatever order parts come
         part = {name: value[start : start + size] for name, value in rows.items()}
         count = min(size, total - start)
         whole = RequestSlice(0, count, plan.captures, plan.resolved_interventions, plan.objective, start)
-        found = joined.add(start, start + count, model.run(model.replicas[0], [part], [whole]).select(whole))
-    return found
+        taken = model.run(model.replicas[0], [part], [whole]).to_host().select(whole)
+        found = joined.add(start, start + count, {capture: each.numpy() for capture, each in taken.items()})
+    return {capture: ReducedTensor(*map(torch.from_numpy, each.parts)) for capture, each in found.items()}

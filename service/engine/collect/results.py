@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from layertap.models.catalog.row_tensor import RowTensor
@@ -29,12 +30,12 @@ def collect_features(job: Job, results: Results) -> Features:
     scales: dict[str, Array] = {}
     for result in plan.results:
         whole = results[result.capture]
-        reduction, values = result.capture.reduction, whole.values.numpy()
+        reduction, values = result.capture.reduction, whole.values
         if reduction.over:
             values = merge_rows(values, list_columns(reduction.stats or (), reduction.edges))
         arrays[result.key] = values
         if whole.scale is not None:
-            scales[result.key] = whole.scale.numpy()
+            scales[result.key] = whole.scale
     return Features(
         model=prepared.key.name,
         fingerprint=prepared.fingerprint,
@@ -82,7 +83,7 @@ def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:
         return (objective.objective.klass,) * job.rows  # other inputs may name other classes
     if scores is None or objective is None:
         return None
-    selected = _select_scores(results[scores].values.float(), objective)
+    selected = _select_scores(torch.tensor(results[scores].values, dtype=torch.float32), objective)
     values, mask = selected.value, job.token_mask
     if mask is not None and selected.info.token_axes:  # a class for each token, padding excluded
         classes = values.masked_fill(~mask, -math.inf).argmax(1, keepdim=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
-from layertap.models.capture.reduction import own_memory
+from layertap.models.capture.reduction import ReducedTensor, own_memory
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.errors import (
@@ -243,17 +243,19 @@ def _count_rows(parts: Sequence[Part]) -> int:
     return sum(each.rows for _, each in parts)
 
 
-def _keep(row_slice: RowSlice, results: Results, shared: bool) -> Results:
+def _keep(row_slice: RowSlice, tensors: Mapping[Capture, ReducedTensor], shared: bool) -> Results:
     """The results of a slice, or of its whole job if other slices have results too.
 
     Results of a forward that was ``shared`` are copied, so that a kept result holds no other request's memory.
     """
     joined = row_slice.job.joined
-    if joined is None:  # in a worker: sending copies them anyway
+    is_part = row_slice.rows < row_slice.job.rows
+    if shared and joined is not None and not is_part:
+        tensors = {capture: own_memory(reduced) for capture, reduced in tensors.items()}
+    results = {capture: reduced.numpy() for capture, reduced in tensors.items()}
+    if joined is None or not is_part:  # without: in a worker, and sending copies them anyway
         return results
-    if row_slice.rows < row_slice.job.rows:
-        return joined.add(row_slice.start, row_slice.stop, results)
-    return {capture: own_memory(reduced) for capture, reduced in results.items()} if shared else results
+    return joined.add(row_slice.start, row_slice.stop, results)
 
 
 def find_lasting_failure(error: BaseException, model: LoadedModel, replica: Replica) -> str:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from math import prod
 
+import torch
+
 from layertap.models import fingerprint
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.interventions.operations import compute_part_shape
@@ -78,7 +80,7 @@ def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
         if change.source is None:
             return change
         source, results = by_input[_get_input(change)]
-        value = results[change.source].values
+        value = torch.tensor(results[change.source].values)
         try:
             tensor = take_part(value, change.source, change, source.token_mask, job.token_mask)
         except SelectorError as error:

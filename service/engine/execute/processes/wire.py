@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from layertap.models.capture.reduction import ReducedTensor
+from layertap.models.capture.reduction import ReducedArray
 from layertap.models.catalog.catalog import Costs
 from layertap.models.selection.plan import Capture
 from layertap.models.selection.projections import count_weights
@@ -118,7 +118,7 @@ def unpack_results(
         if isinstance(outcome, list):
             reduced = {}
             for number, *parts in outcome:
-                reduced[captures[index][number]] = ReducedTensor(*parts)
+                reduced[captures[index][number]] = ReducedArray(*parts)
             if job.joined is not None and stop - start < job.rows:
                 reduced = job.joined.add(first + start, first + stop, reduced)
             outcome = reduced

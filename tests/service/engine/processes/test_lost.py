@@ -14,7 +14,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 
-from layertap.models.capture.reduction import ReducedTensor
+from layertap.models.capture.reduction import ReducedArray
 from layertap.models.digits import spec as digits
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
@@ -197,7 +197,7 @@ def test_memory_of_neighbours() -> None:
     other = Channel(connection)
     sizes = (SMALL_BYTES, LARGE_BYTES, SMALL_BYTES)
     results = [
-        SliceResult(index, 0, 1, {index: ReducedTensor(torch.ones(size // 4))}, 3)  # type: ignore[dict-item]  (any capture does)
+        SliceResult(index, 0, 1, {index: ReducedArray(np.ones(size // 4, np.float32))}, 3)  # type: ignore[dict-item]  (any capture does)
         for index, size in enumerate(sizes)
     ]
     received: list[SliceResult] = []
