@@ -1,7 +1,8 @@
 """Decoders that crash, hang and take all memory, under load: ``python -m bench.faults [--count N] [--json FILE]``.
 
 A closed loop of good pictures goes on all the time. One after the other pictures come in that end, hold up or fill the
-worker that decodes them. What do the others notice, and how soon are they answered as quickly as before?
+worker that decodes them. What do the others notice, and how soon are they answered as quickly as before? A client of
+another model asks all the time, too: how long does it wait while workers of the first one die?
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from itertools import cycle
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, quantiles
 from threading import Event
 from typing import Any
 
@@ -33,7 +34,7 @@ from bench.serving.pictures import written
 from bench.serving.server import LAYERTAP, running
 from bench.startup import HOST, free_port
 
-PATH = "/extract?layers=avgpool&pool=flatten&format=npy"
+PATH = "/extract?layers=avgpool&pool=flatten&format=npy&model={}"
 WORKER_MIB = 512  # what a worker may take beside the weights that it shares
 WARM_UP_S = 2.0
 BIN_S = 0.1
@@ -42,8 +43,9 @@ WINDOW_S = 0.5  # of throughput; with fewer answers chance alone makes a tenth
 RECOVERED = 0.9  # of the median throughput of the time before the first fault
 TIMEOUT_S = 60.0
 OK = 200
+FAULTY, OTHER = "mobilenet", "other"
 MODEL: dict[str, Any] = {
-    "name": "mobilenet",
+    "name": FAULTY,
     "source": "python:bench.fatal_decoder:build",
     "weights": "random:0",
     "device": "cpu",
@@ -56,16 +58,22 @@ MODEL: dict[str, Any] = {
         "interpolation": "bilinear",
     },
 }
+OTHER_MODEL = {"name": OTHER, "source": "torchvision:mobilenet_v3_small", "weights": "random:0", "device": "cpu"}
 
 
 @dataclass
 class Load:
-    """Clients that ask one after another until the end, and when they were answered; ``failed`` are other answers."""
+    """Clients that ask a model one after another until the end.
+
+    ``answers``: when they were answered; ``waits``: how long each had waited; ``failed`` are other answers.
+    """
 
     port: int
     pictures: Sequence[bytes]
+    model: str = FAULTY
     ended: Event = field(default_factory=Event)
     answers: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
     def work(self) -> None:
@@ -74,9 +82,11 @@ class Load:
         for picture in cycle(self.pictures):
             if self.ended.is_set():
                 break
-            status, body = post(connection, picture, "image/jpeg")
+            sent = time.perf_counter()
+            status, body = post(connection, self.model, picture, "image/jpeg")
             if status == OK:
                 self.answers.append(time.perf_counter())
+                self.waits.append(self.answers[-1] - sent)
             else:
                 self.failed.append(f"{status}: {body[:300].decode(errors='replace')}")
         connection.close()
@@ -97,10 +107,10 @@ class FaultRun:
     status: int
 
 
-def post(connection: http.client.HTTPConnection, picture: bytes, media: str) -> tuple[int, bytes]:
+def post(connection: http.client.HTTPConnection, model: str, picture: bytes, media: str) -> tuple[int, bytes]:
     """The status and the body of an answer; 0 and an error's words where the connection broke."""
     try:
-        connection.request("POST", PATH, picture, {"Content-Type": media})
+        connection.request("POST", PATH.format(model), picture, {"Content-Type": media})
         reply = connection.getresponse()
         return reply.status, reply.read()
     except (OSError, http.client.HTTPException) as error:
@@ -114,7 +124,7 @@ def cause(port: int, kind: str) -> FaultRun:
     Image.new("RGB", FAULTS[kind][0]).save(stream, "PNG")
     connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
     sent = time.perf_counter()
-    status, _ = post(connection, stream.getvalue(), "image/png")
+    status, _ = post(connection, FAULTY, stream.getvalue(), "image/png")
     answered = time.perf_counter()
     connection.close()
     return FaultRun(kind, sent, answered, status)
@@ -122,10 +132,10 @@ def cause(port: int, kind: str) -> FaultRun:
 
 def measure(port: int, pictures: Sequence[bytes], chosen: argparse.Namespace) -> dict[str, Any]:
     """Figures of all kinds, in one load."""
-    load = Load(port, pictures)
+    load, other = Load(port, pictures), Load(port, pictures, OTHER)
     runs: list[FaultRun] = []
-    with ThreadPoolExecutor(chosen.connections) as pool:
-        clients = [pool.submit(load.work) for _ in range(chosen.connections)]
+    with ThreadPoolExecutor(chosen.connections + 1) as pool:
+        clients = [pool.submit(each.work) for each in [load] * chosen.connections + [other]]
         try:
             time.sleep(WARM_UP_S)
             begun = time.perf_counter()
@@ -137,6 +147,7 @@ def measure(port: int, pictures: Sequence[bytes], chosen: argparse.Namespace) ->
                     time.sleep(chosen.gap)
         finally:
             load.ended.set()
+            other.ended.set()
         for client in clients:
             client.result()
     normal = median(
@@ -151,8 +162,21 @@ def measure(port: int, pictures: Sequence[bytes], chosen: argparse.Namespace) ->
         "answers": len(load.answers),
         "failed_neighbours": len(load.failed),
         "failures": load.failed[:5],
+        "other_model": summarize_other(other, begun, quiet_end, runs),
         "kinds": summaries,
     }
+
+
+def summarize_other(other: Load, begun: float, quiet_end: float, runs: Sequence[FaultRun]) -> dict[str, float]:
+    """How long requests to another model waited (99th percentile, s), before the faults and during each kind."""
+    waits = list(zip(other.answers, other.waits, strict=True))
+    bounds = {kind: [run for run in runs if run.kind == kind] for kind in FAULTS}
+    spans = {kind: (of_kind[0].sent, of_kind[-1].answered) for kind, of_kind in bounds.items()}
+    found = {
+        f"p99_s_{name}": quantiles([wait for at, wait in waits if start <= at < stop], n=100)[-1]
+        for name, (start, stop) in {"before": (begun, quiet_end), **spans}.items()
+    }
+    return {**found, "answers": len(waits), "failed": len(other.failed)}
 
 
 def summarize(load: Load, runs: Sequence[FaultRun], normal: float, gap: float) -> dict[str, Any]:
@@ -195,7 +219,10 @@ def make_table(results: dict[str, Any]) -> Table:
     for name in next(iter(results["kinds"].values())):
         if not name.startswith("answers_per"):
             shown.add_row(name, *(format_value(each[name]) for each in results["kinds"].values()))
-    shown.caption = f"{results['failed_neighbours']} of {results['answers']} other requests failed"
+    other = ", ".join(f"{name} {value:.3g}" for name, value in results["other_model"].items())
+    shown.caption = (
+        f"{results['failed_neighbours']} of {results['answers']} other requests failed; another model: {other}"
+    )
     return shown
 
 
@@ -218,7 +245,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, port = Path(name), free_port()
         config = folder / "models.yaml"
-        config.write_text(yaml.safe_dump({"models": [MODEL]}))
+        config.write_text(yaml.safe_dump({"models": [MODEL, OTHER_MODEL]}))
         variables = [
             f"LAYERTAP_DECODE_TIMEOUT_S={chosen.decode_timeout:g}",
             f"LAYERTAP_WORKER_MEMORY_BYTES={WORKER_MIB * 2**20}",
