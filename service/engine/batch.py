@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from torch import Tensor
 from layertap.models.capture.batch_slices import JoinedRows
 from layertap.models.capture.reduction import ReducedArray
 from layertap.models.catalog.catalog import CallCounts
-from layertap.models.errors import Fault, LayertapError
+from layertap.models.errors import Fault, LayertapError, RequestError, TooLargeError
 from layertap.models.selection.plan import Capture, Plan
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.prepared_request import ForwardSpec, PreparedRequest
@@ -48,7 +49,8 @@ class Job:
     at a time. ``joined`` collects the results of several forwards.
 
     The batcher sets the times on its own clock; the job with the least ``due_at`` is first. ``waiting_rows`` are
-    in no batch yet; ``slowdown``: measured seconds of its last batch, divided by the expected ones.
+    in no batch yet; ``slowdown``: measured seconds of its last batch, divided by the expected ones. ``answer`` gets
+    its results once ``missing_rows`` is 0; ``parts`` are the results of its forwards so far.
 
     The rest is for the reply. ``faults``: of inputs that were left out. ``input_index`` is set if each input is a
     separate job. ``tokens`` counts the tokens of its texts without padding. ``cut``: how many tokens each text was
@@ -66,6 +68,9 @@ class Job:
     work_rows: int = 0
     joined: JoinedRows | None = None
 
+    answer: asyncio.Future[Results] = field(init=False)
+    parts: list[SliceResult] = field(init=False)
+    missing_rows: int = field(init=False)
     waiting_rows: int = field(init=False)
     enqueued_at: float = 0.0
     due_at: float = 0.0
@@ -80,7 +85,25 @@ class Job:
     plan_again: Callable[[CallCounts], Awaitable[Job]] | None = None
 
     def __post_init__(self) -> None:
-        self.waiting_rows = self.rows
+        self.waiting_rows = self.missing_rows = self.rows
+        self.parts = []
+
+    def add(self, result: SliceResult) -> None:
+        """Store the results of some rows: the first error, or the last rows, set the answer."""
+        self.parts.append(result)
+        outcome = result.results
+        self.missing_rows -= result.stop - result.start
+        if isinstance(outcome, (RequestError, TooLargeError)) and self.input_index is not None:
+            outcome = outcome.of_input(self.input_index)
+        if isinstance(outcome, Exception):
+            self.fail(outcome)
+        elif not self.missing_rows:
+            self.answer.set_result(outcome)
+
+    def fail(self, error: Exception) -> None:
+        """Set the answer to an error, if there is none yet."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
     def with_plan(self, **changes: Any) -> Job:
         """The same rows with other fields of its plan."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from layertap.service.errors import DeadlineError
 
@@ -29,7 +29,7 @@ async def wait_until(deadline: float, awaited: Awaitable[T]) -> T:
         raise deadline_error() from None
 
 
-def expire_at(deadline: float, answer: asyncio.Future[T]) -> asyncio.TimerHandle:
+def expire_at(deadline: float, answer: asyncio.Future[Any]) -> asyncio.TimerHandle:
     """Set DeadlineError on a future at a deadline on the monotonic clock, if it is not done; cancel what is returned.
 
     ``wait_until`` in a third of the time, for a future that nobody else waits for.
@@ -38,7 +38,7 @@ def expire_at(deadline: float, answer: asyncio.Future[T]) -> asyncio.TimerHandle
     return asyncio.get_running_loop().call_later(min(left, LONGEST_S), _expire, answer)
 
 
-def _expire(answer: asyncio.Future[T]) -> None:
+def _expire(answer: asyncio.Future[Any]) -> None:
     if not answer.done():
         answer.set_exception(deadline_error())
 

@@ -11,9 +11,8 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from layertap.models.errors import RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Job, Results, SliceResult
+from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Job, Results
 from layertap.service.engine.deadline import expire_at
 from layertap.service.engine.execute.executor import Executor, fail_batch
 from layertap.service.engine.execute.model_calls import ModelFunction
@@ -53,52 +52,6 @@ class ScheduledModel:
     make_error: Callable[[], Exception] | None = None
 
 
-class InFlight:
-    """The jobs of a request that wait or run; ``answer`` gets the results of each job."""
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.jobs = jobs
-        self.answer: asyncio.Future[list[Results]] = asyncio.get_running_loop().create_future()
-        self._submitted = time.perf_counter()
-        self._missing = sum(map(attrgetter("rows"), jobs))
-        self._results: dict[Job, Results] = {}
-        self._parts: list[SliceResult] = []
-
-    def add(self, job: Job, batch: Batch, result: SliceResult) -> None:
-        """Store the results of some rows; the answer is set by the first error, or by the last rows."""
-        self._parts.append(result)
-        job.timings.notes.update(fill=f"{result.rows}/{batch.key.max_rows}", depth=f"{batch.depth:.4g}")
-        outcome = result.results
-        if isinstance(outcome, (RequestError, TooLargeError)) and job.input_index is not None:
-            outcome = outcome.of_input(job.input_index)
-        if isinstance(outcome, Exception):
-            self.fail(outcome)
-            return
-        self._results[job] = outcome
-        self._missing -= result.stop - result.start
-        if not self._missing and not self.answer.done():
-            self.answer.set_result(list(map(self._results.__getitem__, self.jobs)))
-
-    def fail(self, error: Exception) -> None:
-        """Set the answer to an error, if there is none yet."""
-        if not self.answer.done():
-            self.answer.set_exception(error)
-
-    def record(self) -> bool:
-        """Add the duration of each step to the request's timings; returns whether a forward of it began."""
-        timings, spans = self.jobs[0].timings, list[Span]()
-        for part in self._parts:
-            spans += (("decode", *part.decode, 0), ("forward", *part.forward, part.rows), ("copy", *part.copy, 0))
-            timings.facts.batch_rows = max(timings.facts.batch_rows, part.rows)
-        if spans:
-            timings.add_parts(self._submitted, spans)
-            return True
-        if any(job.waiting_rows < job.rows for job in self.jobs):
-            return True
-        timings.add_span("queue", self._submitted, time.perf_counter())
-        return False
-
-
 class Scheduler:
     """Starts the batches, decodes and calls of all models. For the event loop only.
 
@@ -123,7 +76,7 @@ class Scheduler:
         self.batcher = Batcher({CPU: DeviceSlots(slots)}, clock)
         self._models: dict[str, ScheduledModel] = {}
         self._idle: dict[str, Mapping[str, int]] = {}  # the idle replicas of each model, by device
-        self._in_flight: dict[Job, InFlight] = {}
+        self._jobs: set[Job] = set()  # that wait or run
         self._tasks: set[asyncio.Future[Any]] = set()  # the loop itself keeps no reference
         self._noted: set[str] = set()  # models whose executors know that rows of theirs wait
 
@@ -150,17 +103,17 @@ class Scheduler:
         """Fail all current and future jobs of a model with an error; None ends this."""
         if (model := self._models.get(key)) is not None:
             model.make_error = make_error
-        for job, flight in list(self._in_flight.items()):
+        for job in self._jobs:
             if job.prepared.key.model == key and make_error is not None:
-                flight.fail(make_error())
+                job.fail(make_error())
 
     def fail_permanently(self, reason: str) -> None:
         """Stop answering for good: all waiting requests get UnavailableError."""
         if not self.failure:
             self.failure = reason
             self._on_failure(reason)
-        for flight in list(self._in_flight.values()):
-            flight.fail(failure_error(reason))
+        for job in self._jobs:
+            job.fail(failure_error(reason))
 
     async def run(self, jobs: Sequence[Job]) -> list[Results]:
         """The results of a request's jobs, in host memory.
@@ -170,24 +123,28 @@ class Scheduler:
         if self.failure:
             raise failure_error(self.failure)
         model = self._get_model(jobs[0].prepared.key.model)
-        flight = InFlight(jobs)
-        timer = expire_at(jobs[0].deadline, flight.answer)
+        loop, submitted = asyncio.get_running_loop(), time.perf_counter()
+        for job in jobs:
+            job.answer = loop.create_future()
+        answer = jobs[0].answer if len(jobs) == 1 else asyncio.gather(*[job.answer for job in jobs])
+        timer = expire_at(jobs[0].deadline, answer)
         try:
             for job in jobs:
-                self._in_flight[job] = flight
+                self._jobs.add(job)
                 self.batcher.add(job)
             self._dispatch()
-            return await flight.answer
+            await answer
+            return [job.answer.result() for job in jobs]
         except BaseException:
             for job in jobs:
                 self.batcher.remove(job)
+                job.answer.cancel()
             self._note_idle(model)
             raise
         finally:
             timer.cancel()
-            for job in jobs:
-                self._in_flight.pop(job, None)
-            if not flight.record():
+            self._jobs.difference_update(jobs)
+            if not _record_parts(jobs, submitted):
                 late = time.monotonic() >= jobs[0].deadline - EARLY_S
                 self._metrics.count("expired_total" if late else "cancelled_total", model.name)
 
@@ -324,8 +281,7 @@ class Scheduler:
         except Exception as error:
             log.exception("a batch could not be answered", extra={"fields": {"model": model.name}})
             for each in batch.slices:
-                if (flight := self._in_flight.get(each.job)) is not None:
-                    flight.fail(wrap_error(error))
+                each.job.fail(wrap_error(error))
         finally:
             self._leave(model)
 
@@ -345,10 +301,11 @@ class Scheduler:
         for each in result.results:
             has_results = has_results or not isinstance(each.results, Exception)
             job = batch.slices[each.index].job
-            if (flight := self._in_flight.get(job)) is not None:  # else it was cancelled, or failed in another part
-                flight.add(job, batch, each)
+            if not job.answer.done():  # else it was cancelled, or failed in another part
+                job.timings.notes.update(fill=f"{each.rows}/{batch.key.max_rows}", depth=f"{batch.depth:.4g}")
+                job.add(each)
         for again in result.again:
-            if waiting := [each for each in again.slices if each.job in self._in_flight]:
+            if waiting := [each for each in again.slices if not each.job.answer.done()]:
                 self.batcher.add_again(again.take(waiting, again.tries))
         return has_results
 
@@ -372,3 +329,19 @@ class Scheduler:
         metrics.count("out_of_memory_total", model, by=failures.out_of_memory)
         metrics.count("split_total", model, "memory", by=failures.memory_splits)
         metrics.count("split_total", model, "error", by=failures.error_splits)
+
+
+def _record_parts(jobs: Sequence[Job], submitted: float) -> bool:
+    """Add the duration of each step to the request's timings; returns whether a forward of it began."""
+    timings, spans = jobs[0].timings, list[Span]()
+    for job in jobs:
+        for part in job.parts:
+            spans += (("decode", *part.decode, 0), ("forward", *part.forward, part.rows), ("copy", *part.copy, 0))
+            timings.facts.batch_rows = max(timings.facts.batch_rows, part.rows)
+    if spans:
+        timings.add_parts(submitted, spans)
+        return True
+    if any(job.waiting_rows < job.rows for job in jobs):
+        return True
+    timings.add_span("queue", submitted, time.perf_counter())
+    return False
