@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from layertap.service.errors import DeadlineError
 
 T = TypeVar("T")
-LONGEST_S = 86_400.0  # a timer can't be infinite
 
 
 class RunInThread(Protocol):
@@ -27,20 +26,6 @@ async def wait_until(deadline: float, awaited: Awaitable[T]) -> T:
             return await awaited
     except TimeoutError:
         raise deadline_error() from None
-
-
-def expire_at(deadline: float, answer: asyncio.Future[Any]) -> asyncio.TimerHandle:
-    """Set DeadlineError on a future at a deadline on the monotonic clock, if it is not done; cancel what is returned.
-
-    ``wait_until`` in a third of the time, for a future that nobody else waits for.
-    """
-    left = max(deadline - time.monotonic(), 0.0)
-    return asyncio.get_running_loop().call_later(min(left, LONGEST_S), _expire, answer)
-
-
-def _expire(answer: asyncio.Future[Any]) -> None:
-    if not answer.done():
-        answer.set_exception(deadline_error())
 
 
 def deadline_error() -> DeadlineError:
