@@ -23,7 +23,7 @@ from layertap.service.engine.models.model_updates import ModelUpdates
 from layertap.service.explain.prober import Prober
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http import openapi, problems
-from layertap.service.http.middleware import RequestContextMiddleware
+from layertap.service.http.exchange import RequestContextMiddleware
 from layertap.service.http.routes import extract, health, models, pages, sweep
 from layertap.service.http.tracing import RequestTracer
 from layertap.service.metrics import Metrics

@@ -19,22 +19,20 @@ from layertap.models.selection.hook_points import (
     Sweep,
 )
 from layertap.models.spec import Truncate
-from layertap.service.formats.buffers import Encoding
+from layertap.service.formats.buffers import EncodeOptions
 from layertap.service.formats.table import FORMATS, ReplyFormat
 from layertap.service.inputs.items import InputItem, LocalItem, UrlItem
-from layertap.service.types import TILES, Priority
+from layertap.service.types import Priority
 
 MAX_LAYERS = 64  # of a request for which plans are kept
 
 
 @dataclass(frozen=True)
-class ReplyOptions:
-    """The format of the reply, its most bytes (None is unlimited), and the tiles of each result in a picture."""
+class ReplyOptions(EncodeOptions):
+    """The format of the reply with its options, and its most bytes (None is unlimited)."""
 
     format: ReplyFormat = FORMATS["json"]
-    encoding: Encoding = "list"
     max_bytes: int | None = None
-    tiles: int = TILES
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,15 @@ from layertap.service.types import TILES
 Buffer = bytes | memoryview
 Buffers = list[Buffer]
 Encoding = Literal["list", "base64"]
+SMALL = 2**16  # bytes that are copied in less time than another call of the system takes
 
 
 @dataclass(frozen=True)
 class EncodeOptions:
     """A request's options for the reply; each format uses its own.
 
-    ``encoding`` is for JSON, ``tiles`` and ``sent`` for pictures. ``sent``: the picture of each row, None for a row
-    that was sent as an array; empty if unknown.
+    ``encoding`` is for JSON, ``tiles`` (of each result) and ``sent`` for pictures. ``sent``: the picture of each row,
+    None for a row that was sent as an array; empty if unknown.
     """
 
     encoding: Encoding = "list"

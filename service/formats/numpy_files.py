@@ -12,7 +12,7 @@ from numpy.lib import format as npy_format
 
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features
-from layertap.service.formats.buffers import Buffer, Buffers, EncodeOptions, name_arrays, to_little_endian, view_bytes
+from layertap.service.formats.buffers import SMALL, Buffer, Buffers, EncodeOptions, name_arrays, view_bytes
 
 _HINT = "use application/x-npz (format=npz), which holds any number of arrays"
 _ZIP64_FROM = 2**31 - 2**20
@@ -55,9 +55,9 @@ def encode_arrays(arrays: Mapping[str, Array]) -> Buffers:
 
 
 def _write_npy(array: Array) -> Buffers:
-    """An array as a .npy file, format version 1.0: its header and its data."""
-    array = to_little_endian(array)
-    return [_make_header(array.shape, array.dtype.str), view_bytes(array)]
+    """An array as a .npy file, format version 1.0: its header, which names the byte order, and its data."""
+    data = array.tobytes() if array.nbytes <= SMALL else view_bytes(array)
+    return [_make_header(array.shape, array.dtype.str), data]
 
 
 @lru_cache(maxsize=256)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from fastapi import Request
@@ -11,8 +12,10 @@ from starlette.datastructures import Headers
 
 from layertap.models.errors import escape
 from layertap.service.errors import ForbiddenError, KeyMissingError
-from layertap.service.http.exchange import Exchange
 from layertap.service.settings import LOOPBACK, Settings, split_key
+
+if TYPE_CHECKING:
+    from layertap.service.http.exchange import Exchange
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready"})
 READS = ("GET", "HEAD")

@@ -1,27 +1,46 @@
-"""One request and its reply on their way: both are counted, and the reply gets the headers that every reply has."""
+"""One request and its reply: what happens around each, and the account that is kept of it. Pure ASGI."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
 
+from fastapi import Depends, FastAPI, Request
+from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute, Match
 from starlette.types import Message, Receive, Scope, Send
 
 from layertap.models.errors import LayertapError
+from layertap.service import access_log
+from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
-from layertap.service.errors import ClientGoneError, ending_error
-from layertap.service.http.buffers_response import LARGE
+from layertap.service.errors import (
+    BadRequestError,
+    BodyTimeoutError,
+    ClientGoneError,
+    ForbiddenError,
+    ForwardError,
+    KeyMissingError,
+    ending_error,
+)
+from layertap.service.http.auth import Keyring
+from layertap.service.http.body import too_large_error
 from layertap.service.http.compression import CompressedReply, choose_coding, is_compressible
-from layertap.service.http.problems import ProblemEncoder, describe_error, encode_problem
-from layertap.service.http.timeout import Timeout
+from layertap.service.http.problems import OF_FASTAPI, ProblemEncoder, describe_error, encode_problem
+from layertap.service.http.timeout import TimeLimit, explain_delay
+from layertap.service.http.tracing import RequestTrace, RequestTracer
+from layertap.service.metrics import OTHER
 from layertap.service.timings import RequestFacts, Timings
 
-if TYPE_CHECKING:
-    from layertap.service.engine.admit.admission import Ticket
-    from layertap.service.http.tracing import RequestTrace
-
+log = logging.getLogger("layertap.access")
+# POST there, called without what FastAPI does on the way, which takes a twentieth of the CPU time of a request here.
+DIRECT = ("/extract", "/v1/embeddings")
+LARGE = 2**16  # bytes that uvicorn gives away without waiting for the peer
+MIN_BYTES_PER_S = 10_000  # minimum upload rate: slower clients would hold a slot and memory
 ID_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 CONSTANT_HEADERS = (
     (b"vary", b"Accept, Accept-Encoding"),
@@ -38,7 +57,7 @@ class Exchange:
     """A request and its reply; what the server keeps of them until the reply is sent.
 
     ``head`` has the first value of each of the ``headers``. ``timings`` and ``facts`` are the request's account. Where
-    ``receive`` has set them, ``ticket`` is given back, and ``timeout`` explains errors of late requests.
+    a route has set it, ``ticket`` is given back; ``limit`` is the caller's own, where that is less than the server's.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, engine: Engine) -> None:
@@ -54,26 +73,51 @@ class Exchange:
         self.admin = False
         self.keeps_watching = False
         self.ticket: Ticket | None = None
-        self.timeout: Timeout | None = None
+        self.limit: TimeLimit | None = None
         self.trace: RequestTrace | None = None
         self.encode_problem: ProblemEncoder = encode_problem
-        self._scope = scope
+        self.scope = scope
         self._receive = receive
         self._send = send
-        self._more_body = True
         self._compressed: CompressedReply | None = None
-        self._task = cast("asyncio.Task[None]", asyncio.current_task())
+        self._task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]  # there is one
         self._watcher: asyncio.Task[None] | None = None
         self._error: LayertapError | None = None  # why the task was cancelled here
 
-    async def receive(self) -> Message:
-        """The next piece of the request; once there is none, the end of the connection, which takes its time."""
-        waits_for_body, started = self._more_body, time.perf_counter()
-        message = await self._receive()
-        self._more_body = message.get("more_body", False)
-        self.facts.request_bytes += len(message.get("body", b""))
-        self.timings.receive_s += time.perf_counter() - started if waits_for_body else 0.0
-        return message
+    async def read_body(self, reserve: Callable[[int], None]) -> bytes:
+        """The whole body.
+
+        ``reserve`` is told of its bytes as they arrive, and raises QueueFullError where there is no room for more.
+        TooLargeError, BadRequestError where it breaks off, BodyTimeoutError where it arrives too slowly.
+        """
+        limit, wait_s = self.engine.settings.max_body_bytes, self.engine.settings.body_timeout_s
+        announced = self.head.get(b"content-length", b"0")
+        if announced.isdigit() and int(announced[:20]) > limit:
+            raise too_large_error(announced[:20].decode(), limit)
+        chunks: list[bytes] = []
+        loop, started = asyncio.get_running_loop(), time.perf_counter()
+        enough = missing = MIN_BYTES_PER_S * wait_s
+        timer = loop.call_later(wait_s, self._end_slow_body, wait_s)
+        try:
+            while True:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    raise BadRequestError("the body broke off")
+                if chunk := message.get("body", b""):
+                    self.facts.request_bytes += len(chunk)
+                    if self.facts.request_bytes > limit:
+                        raise too_large_error(f"more than {limit}", limit)
+                    reserve(len(chunk))
+                    chunks.append(chunk)
+                    missing -= len(chunk)
+                if not message.get("more_body"):
+                    return b"".join(chunks)  # a single one is not copied
+                if missing <= 0:  # none of it counts twice: a fast start earns no time for a slow rest
+                    timer.cancel()
+                    timer, missing = loop.call_later(wait_s, self._end_slow_body, wait_s), enough
+        finally:
+            timer.cancel()
+            self.timings.receive_s = time.perf_counter() - started
 
     async def send(self, message: Message) -> None:
         """Send a piece of the reply."""
@@ -93,12 +137,19 @@ class Exchange:
         self.explain(error)
         response = self.encode_problem(describe_error(error, self.facts.request_id))
         if not self.facts.status:
-            await response(self._scope, self.receive, self.send)
+            await response(self.scope, self._receive, self.send)
 
     def explain(self, error: Exception) -> None:
         """Have the error of a late request say how much time there was."""
-        if self.timeout is not None:
-            self.timeout.explain(error, self.engine, self.facts.model or None)
+        if self.ticket is not None:
+            explain_delay(error, self.limit, self.engine, self.facts.model or None)
+
+    def shorten(self, seconds: float | None) -> None:
+        """Allow no more seconds than a body says, counted as the others from its arrival; None: it says nothing."""
+        allowed = self.limit.seconds if self.limit is not None else self.engine.settings.deadline_s
+        if self.ticket is not None and seconds is not None and seconds < allowed:
+            self.ticket.deadline -= allowed - seconds
+            self.limit = TimeLimit(seconds, "timeout")
 
     def watch_client(self) -> None:
         """Cancel the request once its client is gone, with ClientGoneError, until its reply begins.
@@ -107,8 +158,8 @@ class Exchange:
         end of the connection. Our own protocol calls ``on_disconnect`` of the state then, which costs less than a task
         that waits for it.
         """
-        if "on_disconnect" in self._scope["state"]:
-            self._scope["state"]["on_disconnect"] = self._leave
+        if "on_disconnect" in self.scope["state"]:
+            self.scope["state"]["on_disconnect"] = self._leave
         else:
             self._watcher = asyncio.ensure_future(self._wait_for_disconnect())
 
@@ -126,7 +177,7 @@ class Exchange:
 
     def end(self) -> None:
         """Give back what the request holds: its reply is sent, or cannot be."""
-        del self._scope["state"]["exchange"]  # which has the scope: nothing waits for the garbage collector
+        del self.scope["state"]["exchange"]  # which has the scope: nothing waits for the garbage collector
         self._stop_watching()
         if self.ticket is not None:
             self.ticket.release()
@@ -140,35 +191,130 @@ class Exchange:
         self.timings.reply_begun = time.perf_counter()
         headers = message["headers"] = [
             *message.get("headers", ()),
-            *make_context_headers(self.facts.request_id, self.timings.format()),
+            (b"x-request-id", self.facts.request_id.encode()),
+            (b"server-timing", self.timings.format().encode("latin-1")),
+            *CONSTANT_HEADERS,
         ]
         if self.trace is not None:
             headers.append((b"traceparent", self.trace.traceparent.encode()))
         # HTTP/1.0 has no way to send what has no known length.
-        if (accepted := self.head.get(b"accept-encoding")) and self._scope["http_version"] != "1.0":
+        if (accepted := self.head.get(b"accept-encoding")) and self.scope["http_version"] != "1.0":
             coding = choose_coding(accepted)
             if coding is not None and is_compressible(headers):
                 self._compressed = CompressedReply(coding, self.engine)
 
     async def _wait_for_disconnect(self) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
+        while (await self._receive())["type"] != "http.disconnect":
             pass
         self._leave()
 
     def _stop_watching(self) -> None:
         if self._watcher is not None:
             self._watcher.cancel()
-        elif "on_disconnect" in self._scope["state"]:
-            self._scope["state"]["on_disconnect"] = None
+        elif "on_disconnect" in self.scope["state"]:
+            self.scope["state"]["on_disconnect"] = None
 
     def _leave(self) -> None:
         self.cancel(ClientGoneError("the client closed the connection"))
 
+    def _end_slow_body(self, wait_s: float) -> None:
+        hint = f"send it at {MIN_BYTES_PER_S // 1000} kB a second or more, or in several requests"
+        self.cancel(BodyTimeoutError(f"too little of the body arrived within {wait_s:g} s", hint=hint))
 
-def make_context_headers(request_id: str, timing: str) -> list[tuple[bytes, bytes]]:
-    """The headers that every reply has, beside those of its body; ``timing`` is the value of ``Server-Timing``."""
-    return [
-        (b"x-request-id", request_id.encode("latin-1")),
-        (b"server-timing", timing.encode("latin-1")),
-        *CONSTANT_HEADERS,
-    ]
+
+async def get_exchange(request: Request) -> Exchange:
+    """The exchange of a request. A coroutine: FastAPI would call a plain function in another thread."""
+    exchange: Exchange = request.scope["state"]["exchange"]
+    return exchange
+
+
+ExchangeDependency = Annotated[Exchange, Depends(get_exchange)]
+
+
+class RequestContextMiddleware:
+    """Gives each request its ``exchange`` in the scope's ``state``: its account, for its road to fill.
+
+    ``routes`` are the app's: refused requests count for them, and the endpoints of ``DIRECT`` are called by themselves.
+    ``encoders`` has how problems are told below the first parts of paths that have a way of their own; ``pages`` are
+    paths that a browser may get without a key. With a ``tracer`` each request is a trace, or a part of its caller's.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        engine: Engine,
+        routes: Sequence[BaseRoute],
+        encoders: Mapping[str, ProblemEncoder],
+        pages: frozenset[str],
+        tracer: RequestTracer | None,
+    ) -> None:
+        self.app = app
+        self.stack = app.build_middleware_stack()
+        self.engine = engine
+        self.routes = routes
+        self.encoders = encoders
+        self.keyring = Keyring(engine.settings, pages)
+        self.tracer = tracer
+        self.direct = {each.path: each for each in routes if isinstance(each, APIRoute) and each.path in DIRECT}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that is not let in; pass on every other.
+
+        Expected errors become replies; others are bugs in the app or a model: they are logged too.
+        """
+        scope["app"] = self.app  # as FastAPI does, which a server need not call
+        if scope["type"] != "http":
+            await self.stack(scope, receive, send)
+            return
+        if self.engine.settings.root_path:
+            scope = _strip_root_path(self.engine.settings.root_path, scope)
+        exchange = Exchange(scope, receive, send, self.engine)
+        exchange.encode_problem = self.encoders.get(scope["path"][1:].partition("/")[0], encode_problem)
+        # A server gives each request a dictionary of its own here, and may tell of the connection in it.
+        scope.setdefault("state", {})["exchange"] = exchange
+        if self.tracer is not None:
+            exchange.trace = self.tracer.begin(exchange.head)
+            exchange.facts.trace_id = exchange.trace.trace_id
+        # Where it was HEAD, uvicorn, which has the scope as it was, leaves the reply's body out.
+        app_scope = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
+        try:
+            self.keyring.authorize(exchange)
+            if scope["path"] in self.direct and scope["method"] == "POST":
+                route = scope["route"] = self.direct[scope["path"]]
+                response = await route.endpoint(exchange)
+                await response(scope, receive, exchange.send)
+            else:
+                await self.stack(app_scope, receive, exchange.send)
+        except (LayertapError, *OF_FASTAPI) as error:
+            if "route" not in app_scope and isinstance(error, KeyMissingError | ForbiddenError):
+                app_scope["route"] = _find_route(self.routes, app_scope)
+            await exchange.send_error(error)
+        except asyncio.CancelledError:
+            await exchange.send_error(exchange.explain_cancel())
+        except Exception as error:
+            message = "a model's forward raised" if isinstance(error, ForwardError) else "bug"
+            log.exception(message, extra={"fields": {"request_id": exchange.facts.request_id}})
+            await exchange.send_error(error)
+        finally:
+            exchange.end()
+            template = getattr(app_scope.get("route"), "path", OTHER)  # never the path, which callers choose
+            self.engine.metrics.observe_request(template, exchange.timings)
+            access_log.write(exchange.timings, self.engine.settings.slow_request_s)
+            if exchange.trace is not None:
+                exchange.trace.end(exchange.timings, template)
+
+
+def _strip_root_path(root_path: str, scope: Scope) -> Scope:
+    """A request as if the server stood at the root: with the prefix taken off, once, where the proxy has left it on.
+
+    Keys and routes are looked up after this alone, so that they never mean different paths.
+    """
+    tail = scope["path"].removeprefix(root_path)
+    return {**scope, "path": tail or "/"} if len(tail) < len(scope["path"]) and tail[:1] in ("", "/") else scope
+
+
+def _find_route(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
+    """The route of a request that the application does not get to see; one that takes its method comes first."""
+    matches = [(route, route.matches(scope)[0]) for route in routes]
+    found = (route for wanted in (Match.FULL, Match.PARTIAL) for route, match in matches if match == wanted)
+    return next(found, None)

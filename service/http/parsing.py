@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any
 
 import orjson
 from python_multipart.multipart import parse_options_header
@@ -16,6 +16,7 @@ from layertap.models.lru_cache import LRUCache
 from layertap.service.engine.limits import check_count, check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import UnsupportedMediaError
+from layertap.service.formats.negotiation import negotiate
 from layertap.service.formats.table import ReplyFormat
 from layertap.service.http.body import MULTIPART, load_json, parse_multipart
 from layertap.service.http.query import ALWAYS, Query, read_fields
@@ -27,46 +28,72 @@ from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 from layertap.service.types import TILES
 
+MAX_KEPT, MAX_KEPT_BYTES = 256, 2048  # requests that are remembered, and how long what they ask may be
+PICTURE, TEXT = "image/*", "text/plain"
 
-@dataclass(frozen=True)
-class RawRequest:
-    """What arrived, and the format in which the reply is wanted.
 
-    ``media_type`` is the content type without parameters, in small letters.
+@dataclass(frozen=True, eq=False)
+class Envelope:
+    """What stands around a body: its type, the query, and the format in which the reply is wanted.
+
+    ``media_type`` is the content type without parameters, in small letters, ``PICTURE`` for any picture;
+    ``content_type`` has them, where they matter. Clients send the same over and over, so most are kept: ``asked`` has
+    what the query ``text`` asks for, by all else that decides that.
     """
 
-    headers: Sequence[tuple[bytes, bytes]]
-    content_type: str
     media_type: str
+    text: bytes
     query: Query
-    data: bytes
     format: ReplyFormat
+    asked: dict[Hashable, ExtractRequest] = field(default_factory=dict)
+    is_kept: bool = True
+    content_type: str = ""
 
 
-class ParsedRequest(NamedTuple):
-    """What a request asks, and what it sent."""
+EnvelopeReader = Callable[[bytes, bytes, bytes], Envelope]
 
-    request: ExtractRequest
-    sent: SentInputs
 
-    @property
-    def model(self) -> str | None:
-        """The model's name."""
-        return self.request.model
+def make_envelope_reader(formats: Mapping[str, ReplyFormat]) -> EnvelopeReader:
+    """Makes what reads ``Accept``, ``Content-Type`` and a query, for a route with these formats of replies.
+
+    What it returns raises NotAcceptableError, RequestError.
+    """
+    types = {name: each.media_type for name, each in formats.items()}
+
+    def read(accept: bytes, media: bytes, text: bytes) -> Envelope:
+        query = Query(text)
+        reply_format = formats[negotiate(accept.decode("latin-1"), query.get_one("format"), types)]
+        media_type = media.decode("latin-1").strip(" \t").lower()
+        return Envelope(PICTURE if media_type.startswith("image/") else media_type, text, query, reply_format)
+
+    read_kept = lru_cache(maxsize=MAX_KEPT)(read)
+
+    def read_envelope(accept: bytes, content_type: bytes, text: bytes) -> Envelope:
+        media, _, parameters = content_type.partition(b";")
+        if len(accept) + len(media) + len(text) <= MAX_KEPT_BYTES:
+            envelope = read_kept(accept, media, text)
+        else:
+            envelope = replace(read(accept, media, text), is_kept=False)
+        if parameters and envelope.media_type in (MULTIPART, TEXT):  # a boundary is another one each time
+            return replace(envelope, content_type=content_type.decode("latin-1"))
+        return envelope
+
+    return read_envelope
 
 
 Readers = Sequence[Callable[[], InputItem]]  # of each input
-MAX_KEPT, MAX_KEPT_BYTES = 256, 2048  # requests that are remembered, and how long what they ask may be
-# Clients ask the same over and over, with other inputs: then what is asked is not validated again.
+# What JSON documents ask for, with other inputs: then what is asked is not validated again.
 _asked: LRUCache[Hashable, ExtractRequest] = LRUCache(MAX_KEPT)
 
 
-def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> ParsedRequest:
-    """What a request with such a body asks for; computes, so it belongs in a thread.
+def parse_request(
+    envelope: Envelope, data: bytes, settings: Settings, kind: type[RequestBody]
+) -> tuple[ExtractRequest, SentInputs]:
+    """What a request with such a body asks, and what it sent; computes, so it belongs in a thread.
 
     BadRequestError, UnsupportedMediaError, TooLargeError, RequestError.
     """
-    request, readers = _parse_body(raw, settings, kind)
+    request, readers = _parse_body(envelope, data, settings, kind)
     items: list[tuple[int, InputItem]] = []
     faults: list[Fault] = []
     for index, read in enumerate(readers):
@@ -79,21 +106,25 @@ def parse_request(raw: RawRequest, settings: Settings, kind: type[RequestBody]) 
     if not items and not request.dry_run:
         hint = "add some, or ask for ?dry_run=true" if kind is ExtractBody else "add some"
         raise RequestError("the request has no inputs", hint=hint)
-    return ParsedRequest(request, SentInputs(tuple(items), tuple(faults)))
+    return request, SentInputs(tuple(items), tuple(faults))
 
 
-def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> tuple[ExtractRequest, Readers]:
-    media_type = "image/*" if raw.media_type.startswith("image/") else raw.media_type
+def _parse_body(
+    envelope: Envelope, data: bytes, settings: Settings, kind: type[RequestBody]
+) -> tuple[ExtractRequest, Readers]:
+    media_type = envelope.media_type
+    if (read := BODY_READERS.get(media_type)) is not None:
+        request = _parse_query(envelope, settings, kind)
+        if media_type == TEXT:
+            _check_charset(envelope.content_type)
+        return request, [partial(read, data)]
     if media_type == "application/json":
-        raw.query.check_names(ALWAYS, "a JSON body says everything itself")
-        return _parse_document(raw, raw.data, settings, kind)
+        envelope.query.check_names(ALWAYS, "a JSON body says everything itself")
+        return _parse_document(envelope, data, settings, kind)
     if media_type == MULTIPART:
-        return _parse_multipart(raw, settings, kind)
-    if not raw.data and not media_type:  # a dry run needs no input
-        return _parse_query(raw, settings, kind), []
-    if media_type in BODY_READERS:
-        read = partial(BODY_READERS[media_type], raw.data, raw.content_type)
-        return _parse_query(raw, settings, kind), [read]
+        return _parse_multipart(envelope, data, settings, kind)
+    if not data and not media_type:  # a dry run needs no input
+        return _parse_query(envelope, settings, kind), []
     raise UnsupportedMediaError(
         "a body of this content type is not taken",
         hint="send Content-Type: application/json, multipart/form-data, image/jpeg (or another image type), "
@@ -101,9 +132,11 @@ def _parse_body(raw: RawRequest, settings: Settings, kind: type[RequestBody]) ->
     )
 
 
-def _parse_multipart(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> tuple[ExtractRequest, Readers]:
+def _parse_multipart(
+    envelope: Envelope, data: bytes, settings: Settings, kind: type[RequestBody]
+) -> tuple[ExtractRequest, Readers]:
     """The part that is called ``request``, or the query, and the inputs in all others."""
-    parts = parse_multipart(raw.content_type, raw.data, settings)
+    parts = parse_multipart(envelope.content_type, data, settings)
     requests = [part.data for part in parts if part.name == "request"]
     inputs = [part for part in parts if part.name != "request"]
     if len(requests) > 1:
@@ -114,29 +147,26 @@ def _parse_multipart(raw: RawRequest, settings: Settings, kind: type[RequestBody
             raise RequestError(f"a part named {escape(part.name)} is not taken", hint=hint)
     check_count(len(inputs), settings)
     if requests:
-        raw.query.check_names(ALWAYS, "the part 'request' says everything itself")
-        request, readers = _parse_document(raw, requests[0], settings, kind)
+        envelope.query.check_names(ALWAYS, "the part 'request' says everything itself")
+        request, readers = _parse_document(envelope, requests[0], settings, kind)
         if readers:
             raise RequestError("a multipart request has its inputs in parts of their own", hint="leave 'inputs' out")
     else:
-        request = _parse_query(raw, settings, kind)
+        request = _parse_query(envelope, settings, kind)
     return request, [partial(PART_READERS[part.name], part.data) for part in inputs]
 
 
-def _parse_query(raw: RawRequest, settings: Settings, kind: type[RequestBody]) -> ExtractRequest:
+def _parse_query(envelope: Envelope, settings: Settings, kind: type[RequestBody]) -> ExtractRequest:
     """What the query parameters ask for."""
-    key = _make_key(raw, b"", settings, kind)
-    if (request := _asked.get(key)) is None:
-        fields = read_fields(raw.query, _list_fields(kind))
+    key = kind, settings.max_reply_bytes
+    if (request := envelope.asked.get(key)) is None:
+        fields = read_fields(envelope.query, _list_fields(kind))
         _check_sizes(fields, settings)
-        request = _make_request(raw, settings, validate(kind, fields), key)
+        request = _make_request(envelope, settings, validate(kind, fields))
+        if envelope.is_kept and request.is_small:
+            request.remember()
+            envelope.asked[key] = request
     return request
-
-
-def _make_key(raw: RawRequest, rest: bytes | None, settings: Settings, kind: type[RequestBody]) -> Hashable:
-    """What decides what is asked; ``rest``: as of ``write_rest``. None if it is too long to be remembered."""
-    is_short = rest is not None and len(raw.query.text) <= MAX_KEPT_BYTES
-    return (kind, raw.format.name, raw.query.text, rest, settings.max_reply_bytes) if is_short else None
 
 
 def write_rest(document: Mapping[str, Any], *inputs: str) -> bytes | None:
@@ -148,21 +178,18 @@ def write_rest(document: Mapping[str, Any], *inputs: str) -> bytes | None:
     return rest if len(rest) <= MAX_KEPT_BYTES else None
 
 
-def _make_request(raw: RawRequest, settings: Settings, body: RequestBody, key: Hashable) -> ExtractRequest:
-    """What a body asks for, remembered by its key; RequestError."""
-    dry_run = raw.query.get_flag("dry_run")
+def _make_request(envelope: Envelope, settings: Settings, body: RequestBody) -> ExtractRequest:
+    """What a body asks for; RequestError."""
+    dry_run = envelope.query.get_flag("dry_run")
     if dry_run and not isinstance(body, ExtractBody):
         raise RequestError("only an extraction has a dry run", hint="ask POST /extract?dry_run=true")
-    if body.tiles is not None and not raw.format.is_picture:
+    if body.tiles is not None and not envelope.format.is_picture:
         fault = Fault("the reply is no picture", "ask for one by ?format=png, or leave 'tiles' out", "/tiles")
         raise RequestError.from_faults([fault])
-    reply = ReplyOptions(raw.format, body.encoding, settings.max_reply_bytes, tiles=body.tiles or TILES)
+    reply = ReplyOptions(body.encoding, body.tiles or TILES, format=envelope.format, max_bytes=settings.max_reply_bytes)
     request = ExtractRequest(dry_run=dry_run, reply=reply, **body.request_fields)
     if len(body.inputs) == 1 and request.input_options:  # of which there may be several rows
         return replace(request.for_input(0), input_options={})
-    if key is not None and request.is_small:
-        request.remember()
-        _asked.put(key, request)
     return request
 
 
@@ -172,18 +199,24 @@ def _list_fields(kind: type[RequestBody]) -> AbstractSet[str]:
 
 
 def _parse_document(
-    raw: RawRequest, data: bytes, settings: Settings, kind: type[RequestBody]
+    envelope: Envelope, data: bytes, settings: Settings, kind: type[RequestBody]
 ) -> tuple[ExtractRequest, Readers]:
     value = load_json(data)
     _check_sizes(value, settings)
     inputs = value.get("inputs", []) if isinstance(value, dict) else None
     key = None
     if isinstance(inputs, list) and not any(isinstance(each, dict) and each.keys() & OPTIONS for each in inputs):
-        key = _make_key(raw, write_rest(value, "inputs"), settings, kind)
+        rest = write_rest(value, "inputs")
+        if envelope.is_kept and rest is not None:
+            key = kind, envelope.format.name, envelope.text, rest, settings.max_reply_bytes
         if (request := _asked.get(key)) is not None:
             return request, make_readers(validate(InputsBody, {"inputs": inputs}).inputs)
     body = validate(kind, value)
-    return _make_request(raw, settings, body, key), make_readers(body.inputs)
+    request = _make_request(envelope, settings, body)
+    if key is not None and request.is_small:
+        request.remember()
+        _asked.put(key, request)
+    return request, make_readers(body.inputs)
 
 
 def _check_sizes(value: Any, settings: Settings) -> None:
@@ -197,12 +230,11 @@ def _check_sizes(value: Any, settings: Settings) -> None:
         check_results(len({name for name in names if isinstance(name, str)}), settings.max_results)
 
 
-def _read_text(data: bytes, content_type: str) -> TextItem:
-    """A text; UnsupportedMediaError, InputError."""
+def _check_charset(content_type: str) -> None:
+    """UnsupportedMediaError for a text that is no UTF-8."""
     charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8")
     if charset.lower() not in (b"utf-8", b"utf8", b"us-ascii"):
         raise UnsupportedMediaError("a text of this charset is not taken", hint="send UTF-8")
-    return TextItem.decode(data)
 
 
 PART_READERS: Mapping[str, Callable[[bytes], InputItem]] = {  # of parts that are one input each
@@ -210,10 +242,10 @@ PART_READERS: Mapping[str, Callable[[bytes], InputItem]] = {  # of parts that ar
     "texts": TextItem.decode,
     "tensors": lambda data: ArraysItem({None: read_npy(data)}),
 }
-BODY_READERS: Mapping[str, Callable[[bytes, str], InputItem]] = {  # by media type; with the content type
-    "image/*": lambda data, content_type: ImageItem(data),
-    "text/plain": _read_text,
+BODY_READERS: Mapping[str, Callable[[bytes], InputItem]] = {  # by media type
+    PICTURE: ImageItem,
+    TEXT: TextItem.decode,
     # Of these arrays rows may be a batch.
-    "application/x-npy": lambda data, content_type: ArraysItem({None: read_npy(data)}, may_batch=True),
-    "application/x-safetensors": lambda data, content_type: ArraysItem(read_safetensors(data), may_batch=True),
+    "application/x-npy": lambda data: ArraysItem({None: read_npy(data)}, may_batch=True),
+    "application/x-safetensors": lambda data: ArraysItem(read_safetensors(data), may_batch=True),
 }

@@ -21,8 +21,8 @@ from fastapi import FastAPI
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from layertap.service.http.buffers_response import SMALL
-from layertap.service.http.exchange import make_context_headers
+from layertap.service.formats.buffers import SMALL
+from layertap.service.http.exchange import CONSTANT_HEADERS
 from layertap.service.http.problems import Problem, encode_problem, format_retry_after
 from layertap.service.metrics import ConnectionReason, Metrics
 from layertap.service.settings import UNIX, Settings
@@ -273,7 +273,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             *self.server_state.default_headers,
             *reply.raw_headers,
             (b"connection", b"close"),
-            *make_context_headers(request_id, "total;dur=0"),
+            (b"x-request-id", request_id.encode()),
+            (b"server-timing", b"total;dur=0"),
+            *CONSTANT_HEADERS,
         ]
         lines = b"".join(b"%b: %b\r\n" % field for field in headers)
         return b"%b%b\r\n%b" % (STATUS_LINE[status], lines, bytes(reply.body))

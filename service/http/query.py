@@ -6,8 +6,6 @@ A field is a value, or JSON where a body has an object or a list.
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from starlette.datastructures import QueryParams
@@ -15,7 +13,6 @@ from starlette.datastructures import QueryParams
 from layertap.models.errors import Fault, RequestError, escape, find_nearest, suggest
 from layertap.service.http.body import load_json
 
-MAX_CACHED, MAX_CACHED_BYTES = 64, 512  # queries that are remembered, and how long each may be
 MAX_LIST_ITEMS = 50_000  # in one parameter
 MAX_DIGITS = 10  # of the number of a class
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
@@ -26,22 +23,12 @@ OBJECTS = frozenset({"objective", "target", "interventions", "baseline", "from",
 MAYBE_JSON = LISTS | OBJECTS  # where a value begins as a list or an object
 
 
-@dataclass(frozen=True, eq=False)
-class Query:
-    """A query as it was sent, and as it was read; ``is_cacheable``: what is made of it may be remembered."""
-
-    text: bytes
-    parameters: QueryParams
-    is_cacheable: bool = False
-
-    @classmethod
-    def parse(cls, text: bytes) -> Query:
-        """What was sent, read."""
-        return _parse_cached(text) if len(text) <= MAX_CACHED_BYTES else cls(text, QueryParams(text))
+class Query(QueryParams):
+    """The parameters of a query, which may be given several times."""
 
     def get_one(self, key: str) -> str | None:
         """What a parameter says, None where it is not given; RequestError where it is given several times."""
-        values = self.parameters.getlist(key)
+        values = self.getlist(key)
         if len(values) > 1:
             raise RequestError(f"the query parameter '{key}' is given {len(values)} times", hint="give it once")
         return values[0] if values else None
@@ -56,7 +43,7 @@ class Query:
 
     def check_names(self, allowed: AbstractSet[str], reason: str = "") -> None:
         """RequestError where a parameter is none of these; ``reason`` says why there are no others."""
-        for key in self.parameters:
+        for key in self:
             if key not in allowed:
                 offered = ", ".join(sorted(allowed))
                 near = find_nearest(key, sorted(allowed))
@@ -71,12 +58,6 @@ class Query:
             self.get_one(key)
 
 
-@lru_cache(maxsize=MAX_CACHED)
-def _parse_cached(text: bytes) -> Query:
-    """Remembered, as is the body in it: clients send the same over and over, and reading takes longer than all else."""
-    return Query(text, QueryParams(text), is_cacheable=True)
-
-
 def read_fields(query: Query, names: AbstractSet[str]) -> dict[str, Any]:
     """The fields of a body that has these ``names``, as plain data.
 
@@ -85,7 +66,7 @@ def read_fields(query: Query, names: AbstractSet[str]) -> dict[str, Any]:
     """
     known = names | {part for part, whole in BESIDE.items() if whole in names}
     query.check_names(ALWAYS | known)
-    return join_parts({name: _read_field(query, name) for name in query.parameters if name in known})
+    return join_parts({name: _read_field(query, name) for name in query if name in known})
 
 
 def join_parts(fields: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +86,7 @@ def join_parts(fields: dict[str, Any]) -> dict[str, Any]:
 def _read_field(query: Query, name: str) -> Any:
     if name != "layers":
         return _read_value(name, query.get_one(name) or "")
-    values = (_read_value(name, value) for value in query.parameters.getlist(name))
+    values = (_read_value(name, value) for value in query.getlist(name))
     return [layer for value in values for layer in (value if isinstance(value, list) else [value])]
 
 

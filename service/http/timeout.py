@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -17,54 +18,48 @@ HEADER, FIELD = "X-Request-Timeout", b"x-request-timeout"
 SEND_FEWER = "come again later, or send fewer inputs at once"
 
 
-class Timeout:
-    """Seconds that an answer may take, of those that any may, and until when that is, on the monotonic clock."""
+@dataclass(frozen=True)
+class TimeLimit:
+    """Seconds that a caller gives an answer, fewer than the server does, and what said so."""
 
-    def __init__(self, head: Mapping[bytes, bytes], settings: Settings) -> None:
-        """As a request's head says, from now on; RequestError."""
-        self._limit = self._seconds = settings.deadline_s
-        if FIELD in head:
-            self._seconds = min(_parse_seconds(head[FIELD]), self._limit)
-        self._source = HEADER  # where the caller says it
-        self.deadline = time.monotonic() + self._seconds
-
-    def restart(self) -> None:
-        """Count from now on."""
-        self.deadline = time.monotonic() + self._seconds
-
-    def shorten(self, seconds: float | None) -> None:
-        """Allow no more seconds than the body says, from the same moment on; None: it says nothing."""
-        if seconds is not None and seconds < self._seconds:
-            self.deadline -= self._seconds - seconds
-            self._seconds, self._source = seconds, "timeout"
-
-    def explain(self, error: Exception, engine: Engine, model: str | None, otherwise: str = SEND_FEWER) -> None:
-        """Have the error of a late request say whose limit it met, what helps, and when to come again.
-
-        More time helps where the server allows it. What the error itself knows to help stays; so do other errors.
-        """
-        if isinstance(error, DeadlineError):
-            error.retry_after = engine.estimate_wait(model)
-        elif not isinstance(error, QueueTooLongError):
-            return
-        if self._seconds == self._limit:
-            error.detail += f" (this server's limit of {self._limit:g} s)"
-        else:
-            error.detail += f" (the {self._source} of {self._seconds:g} s)"
-            if error.needed_s <= self._limit:
-                other = error.hint or "come again later"
-                error.hint = f"allow more time by {self._source}, at most {self._limit:g} s, or {other}"
-        error.hint = error.hint or otherwise
+    seconds: float
+    source: str = HEADER
 
 
-def _parse_seconds(text: bytes) -> float:
+def read_limit(head: Mapping[bytes, bytes], settings: Settings) -> TimeLimit | None:
+    """What a request's head allows; None where that is no less than the server does. RequestError."""
+    if FIELD not in head:
+        return None
     try:
-        seconds = float(text[:32])
+        seconds = float(head[FIELD][:32])
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
         raise RequestError(f"{HEADER} is a number of seconds above 0", hint="write it like 2.5, or leave it out")
-    return seconds
+    return TimeLimit(seconds) if seconds < settings.deadline_s else None
+
+
+def explain_delay(
+    error: Exception, own: TimeLimit | None, engine: Engine, model: str | None, otherwise: str = SEND_FEWER
+) -> None:
+    """Have the error of a late request say whose limit it met, what helps, and when to come again.
+
+    ``own``: the caller's limit. More time helps where the server allows it. What the error itself knows to help stays;
+    so do other errors.
+    """
+    longest = engine.settings.deadline_s
+    if isinstance(error, DeadlineError):
+        error.retry_after = engine.estimate_wait(model)
+    elif not isinstance(error, QueueTooLongError):
+        return
+    if own is None:
+        error.detail += f" (this server's limit of {longest:g} s)"
+    else:
+        error.detail += f" (the {own.source} of {own.seconds:g} s)"
+        if error.needed_s <= longest:
+            other = error.hint or "come again later"
+            error.hint = f"allow more time by {own.source}, at most {longest:g} s, or {other}"
+    error.hint = error.hint or otherwise
 
 
 async def get_engine(request: Request) -> Engine:
@@ -81,11 +76,11 @@ async def limit_time(request: Request, engine: EngineDependency) -> AsyncIterato
 
     A DeadlineError that it raises says whose limit that was.
     """
-    timeout = Timeout(request.scope["state"]["exchange"].head, engine.settings)
+    own = read_limit(request.scope["state"]["exchange"].head, engine.settings)
     try:
-        yield timeout.deadline
+        yield time.monotonic() + (own.seconds if own is not None else engine.settings.deadline_s)
     except DeadlineError as error:
-        timeout.explain(error, engine, request.path_params.get("name"), otherwise="come again later")
+        explain_delay(error, own, engine, request.path_params.get("name"), otherwise="come again later")
         raise
 
 

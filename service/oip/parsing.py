@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from layertap.models.errors import LayertapError, RequestError, SelectorError, escape, find_nearest, suggest
@@ -12,7 +12,7 @@ from layertap.service.engine.limits import check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import BadRequestError
 from layertap.service.http.body import load_json
-from layertap.service.http.parsing import MAX_KEPT, RawRequest, write_rest
+from layertap.service.http.parsing import MAX_KEPT, PICTURE, Envelope, write_rest
 from layertap.service.http.query import join_parts
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.oip.encoding import BINARY, HEADER, JSON
@@ -32,55 +32,47 @@ OF_REQUEST = frozenset(
 ) | {"objective", "class", "target"}
 
 
-@dataclass(frozen=True)
-class AskedOutputs:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AskedOutputs(ExtractRequest):
     """What a body asks for: an extraction, and values that the protocol's reply needs.
 
     ``binary``: by an output's name, whether it is sent after the JSON; ``binary_default``: for all others.
     """
 
-    extract: ExtractRequest
     binary: Mapping[str, bool]
     binary_default: bool
     timeout_s: float | None
 
 
-@dataclass(frozen=True)
-class InferRequest:
-    """What a request asks, what it sent, and its id."""
-
-    asked: AskedOutputs
-    sent: SentInputs
-    id: str
-
-    @property
-    def model(self) -> str | None:
-        """The model's name."""
-        return self.asked.extract.model
-
-    def locate(self, error: LayertapError) -> LayertapError:
-        """An error with faults by rows; not for arrays, which are one input of many rows that errors do not number."""
-        if any(isinstance(item, ArraysItem) for _, item in self.sent.items):
-            error.faults = tuple(replace(fault, input=None) for fault in error.faults)
-        return error
-
-
+Headers = Iterable[tuple[bytes, bytes]]
 _asked: LRUCache[Hashable, AskedOutputs] = LRUCache(MAX_KEPT)  # clients ask the same over and over
 
 
-def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest:
-    """Parse a request; takes long, so it belongs in a thread. BadRequestError, RequestError, TooLargeError."""
-    length = _get_json_length(raw)
-    value = load_json(raw.data[:length])
+def parse_infer(
+    envelope: Envelope, data: bytes, settings: Settings, model: str, headers: Headers
+) -> tuple[AskedOutputs, SentInputs, str]:
+    """What a request asks, what it sent, and its id; takes long, so it belongs in a thread.
+
+    BadRequestError, RequestError, TooLargeError.
+    """
+    length = _get_json_length(envelope, data, headers)
+    value = load_json(data[:length])
     body = validate(InferBody, value)
     rest = write_rest(value, "id", "inputs")
     key = model, rest, settings.max_reply_bytes, settings.max_results
     if (asked := _asked.get(key)) is None:
         asked = _read_body(body, settings, model)
-        if rest is not None and len(model) <= MAX_NAME and asked.extract.is_small:
-            asked.extract.remember()
+        if rest is not None and len(model) <= MAX_NAME and asked.is_small:
+            asked.remember()
             _asked.put(key, asked)
-    return InferRequest(asked, SentInputs(read_items(body.inputs, memoryview(raw.data)[length:], settings)), body.id)
+    return asked, SentInputs(read_items(body.inputs, memoryview(data)[length:], settings)), body.id
+
+
+def locate(error: LayertapError, sent: SentInputs) -> LayertapError:
+    """An error with faults by rows; not for arrays, which are one input of many rows that errors do not number."""
+    if any(isinstance(item, ArraysItem) for _, item in sent.items):
+        error.faults = tuple(replace(fault, input=None) for fault in error.faults)
+    return error
 
 
 def _read_body(body: InferBody, settings: Settings, model: str) -> AskedOutputs:
@@ -96,30 +88,34 @@ def _read_body(body: InferBody, settings: Settings, model: str) -> AskedOutputs:
     given = {each.name: each.parameters.binary_data for each in body.outputs}
     binary = {name: own.binary_data_output if each is None else each for name, each in given.items()}
     all_binary = all(binary.values()) if binary else own.binary_data_output
-    asked = request.request_fields | {
+    fields = request.request_fields | {
         "model": model,
         "selectors": _read_layers(names, request),
         "embedding": replace(embedding, alias=EMBEDDING) if embedding is not None else None,
         "priority": "interactive" if own.priority <= HIGHEST_PRIORITY else "bulk",
     }
-    reply = ReplyOptions(BINARY if all_binary else JSON, max_bytes=settings.max_reply_bytes)
-    timeout_s = own.timeout / 1e6 if own.timeout else None
-    return AskedOutputs(ExtractRequest(reply=reply, **asked), binary, own.binary_data_output, timeout_s)
+    return AskedOutputs(
+        reply=ReplyOptions(format=BINARY if all_binary else JSON, max_bytes=settings.max_reply_bytes),
+        binary=binary,
+        binary_default=own.binary_data_output,
+        timeout_s=own.timeout / 1e6 if own.timeout else None,
+        **fields,
+    )
 
 
-def _get_json_length(raw: RawRequest) -> int:
+def _get_json_length(envelope: Envelope, data: bytes, headers: Headers) -> int:
     """The number of JSON bytes in the body; BadRequestError if larger than the body."""
-    said = [value.decode("latin-1") for name, value in raw.headers if name == HEADER.lower().encode()]
+    said = [value.decode("latin-1") for name, value in headers if name == HEADER.lower().encode()]
     if len(set(said)) > 1:  # a proxy may use another value than this server
         raise BadRequestError(f"{HEADER} is there {len(said)} times, with several values", hint="send it once")
-    if raw.media_type.startswith("image/"):  # whose body is read on the event loop
+    if envelope.media_type == PICTURE:  # whose body is read on the event loop
         raise BadRequestError("a picture is no JSON", hint="send it as an element of BYTES, or to POST /extract")
     if not said:
-        return len(raw.data)
+        return len(data)
     text = said[0]
-    if not (text.isascii() and text.isdigit()) or len(text) > 18 or int(text) > len(raw.data):
+    if not (text.isascii() and text.isdigit()) or len(text) > 18 or int(text) > len(data):
         detail = f"{HEADER} is not the number of bytes of the JSON that the body begins with"
-        raise BadRequestError(detail, hint=f"the body has {len(raw.data)} bytes")
+        raise BadRequestError(detail, hint=f"the body has {len(data)} bytes")
     return int(text)
 
 

@@ -18,17 +18,19 @@ from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.errors import UnavailableError
-from layertap.service.http.buffers_response import BuffersResponse
+from layertap.service.http.exchange import ExchangeDependency
 from layertap.service.http.model_descriptions import Json
-from layertap.service.http.request_handler import describe_features, is_short_reply, make_chooser, receive
+from layertap.service.http.parsing import make_envelope_reader
+from layertap.service.http.receiving import receive
+from layertap.service.http.reply import BuffersResponse, describe_features, run_encoder
 from layertap.service.http.routes import health
 from layertap.service.http.timeout import DeadlineDependency, EngineDependency
 from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION, encode_reply
-from layertap.service.oip.parsing import EMBEDDING, parse_infer
+from layertap.service.oip.parsing import EMBEDDING, locate, parse_infer
 from layertap.service.oip.tensors import BYTES, DATATYPES, IMAGE, TEXT
 from layertap.service.version import get_version
 
-choose_format = make_chooser(FORMATS)
+read_envelope = make_envelope_reader(FORMATS)
 EXTENSIONS = ("binary_tensor_data", "parameters", "schedule_policy")
 
 
@@ -44,18 +46,19 @@ router = APIRouter(prefix="/v2", include_in_schema=False, dependencies=[Depends(
 
 @router.post("/models/{name}/infer")
 @router.post("/models/{name}/versions/{version}/infer")
-async def infer(request: Request, engine: EngineDependency, name: str) -> Response:
+async def infer(exchange: ExchangeDependency, name: str) -> Response:
     """Compute the requested layers for a request's inputs."""
-    parse = partial(parse_infer, model=name)
-    parsed, ticket = await receive(request, engine, parse, choose_format, lambda infer: infer.asked.timeout_s)
+    engine = exchange.engine
+    parse = partial(parse_infer, model=name, headers=exchange.headers)
+    (asked, sent, request_id), ticket = await receive(exchange, parse, read_envelope)
+    exchange.shorten(asked.timeout_s)
     try:
-        features = await engine.extract(parsed.asked.extract, parsed.sent, ticket)
+        features = await engine.extract(asked, sent, ticket)
     except LayertapError as error:
-        raise parsed.locate(error) from None
+        raise locate(error, sent) from None
     headers = describe_features(features)
-    with ticket.timings.step("encode"):
-        encode = partial(encode_reply, features, parsed.id, parsed.asked.binary, parsed.asked.binary_default)
-        head, behind = encode() if is_short_reply(features) else await engine.run_in_thread(encode, ticket.deadline)
+    encode = partial(encode_reply, features, request_id, asked.binary, asked.binary_default)
+    head, behind = await run_encoder(encode, features, engine, ticket)
     if behind:
         headers[HEADER] = str(sum(map(len, head)))
     return BuffersResponse(head + behind, headers, (BINARY if behind else JSON).media_type)

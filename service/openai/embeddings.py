@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
@@ -23,7 +23,7 @@ from layertap.service.features import Features
 from layertap.service.formats.buffers import Buffers, Encoding, view_bytes
 from layertap.service.formats.json import write_json
 from layertap.service.http.body import load_json
-from layertap.service.http.parsing import MAX_KEPT, RawRequest, write_rest
+from layertap.service.http.parsing import MAX_KEPT, Envelope, write_rest
 from layertap.service.http.problems import MAX_DETAIL, Problem
 from layertap.service.inputs.arrays import decode_base64
 from layertap.service.inputs.items import ImageItem, InputItem, TextItem, TokensItem, UrlItem
@@ -82,38 +82,18 @@ class EmbeddingsBody(InputBody):
     truncate: SomeTruncate | None = None
 
 
-@dataclass(frozen=True)
-class AskedEmbeddings:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AskedEmbeddings(ExtractRequest):
     """What a body asks for: an extraction, and values for OpenAI's reply.
 
     ``model_id`` as sent; ``dimensions``: the vectors' dimension; ``modality``: what strings are; ``ignored``: the names
     of fields without effect.
     """
 
-    extract: ExtractRequest
     model_id: str
     dimensions: int | None
     modality: Kind | None
-    ignored: tuple[str, ...] = ()
-
-
-class EmbeddingsRequest(NamedTuple):
-    """What a request asks, and what it sent."""
-
-    asked: AskedEmbeddings
-    sent: SentInputs
-
-    @property
-    def model(self) -> str | None:
-        """The model's name."""
-        return self.asked.extract.model
-
-    def split(self, size: int) -> list[SentInputs]:
-        """Its inputs, at most ``size`` at a time, in order."""
-        items = self.sent.items
-        if len(items) <= size:
-            return [self.sent]
-        return [SentInputs(items[start : start + size]) for start in range(0, len(items), size)]
+    ignored: tuple[str, ...]
 
 
 _asked: LRUCache[Hashable, AskedEmbeddings] = LRUCache(MAX_KEPT)  # clients ask the same over and over
@@ -130,16 +110,16 @@ def parse_model_id(model_id: str) -> tuple[str, Embedding]:
     return name, Embedding(normalize=True, layer=layer)
 
 
-def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
-    """Parse a request; takes long, so it belongs in a thread.
+def parse_embeddings(envelope: Envelope, data: bytes, settings: Settings) -> tuple[AskedEmbeddings, SentInputs]:
+    """What a request asks, and what it sent; takes long, so it belongs in a thread.
 
     BadRequestError, UnsupportedMediaError, RequestError.
     """
-    if raw.media_type != "application/json":
+    if envelope.media_type != "application/json":
         raise UnsupportedMediaError(
             "a body of this content type is not taken", hint="send Content-Type: application/json"
         )
-    value = load_json(raw.data)
+    value = load_json(data)
     fields = value if isinstance(value, dict) else {}
     rest = write_rest(fields, "input", "user")
     key = rest, settings.max_reply_bytes
@@ -148,27 +128,30 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
         given = validate(InputBody, own).input
     else:
         body = validate(EmbeddingsBody, value)
-        asked, given = _read_body(body, raw, settings), body.input
+        asked, given = _read_body(body, envelope, settings), body.input
         if rest is not None:
-            asked.extract.remember()
+            asked.remember()
             _asked.put(key, asked)
     items, faults = read_items(given, "input", lambda entry: _read_item(entry, asked.modality))
     if faults:
         raise RequestError.from_faults(faults)
-    return EmbeddingsRequest(asked, SentInputs(tuple(items)))
+    return asked, SentInputs(tuple(items))
 
 
-def _read_body(body: EmbeddingsBody, raw: RawRequest, settings: Settings) -> AskedEmbeddings:
+def _read_body(body: EmbeddingsBody, envelope: Envelope, settings: Settings) -> AskedEmbeddings:
     name, embedding = read_field("/model", lambda: parse_model_id(body.model))
     encoding: Encoding = "base64" if body.encoding_format == "base64" else "list"
-    extract = ExtractRequest(
+    return AskedEmbeddings(
         model=name,
         embedding=embedding,
         prompt=body.prompt,
         truncate=body.truncate,
-        reply=ReplyOptions(raw.format, encoding, settings.max_reply_bytes),
+        reply=ReplyOptions(encoding, format=envelope.format, max_bytes=settings.max_reply_bytes),
+        model_id=body.model,
+        dimensions=body.dimensions,
+        modality=body.modality,
+        ignored=tuple(body.model_extra or ()),
     )
-    return AskedEmbeddings(extract, body.model, body.dimensions, body.modality, tuple(body.model_extra or ()))
 
 
 def _read_item(entry: Entry, modality: Kind | None) -> InputItem:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from layertap.models.errors import Fault, RequestError, escape
 from layertap.service.engine.collect.results import find_wrong_row
@@ -17,9 +17,11 @@ from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.features import Features, join_features
 from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.table import FORMATS
-from layertap.service.http.buffers_response import BuffersResponse
+from layertap.service.http.exchange import ExchangeDependency
 from layertap.service.http.model_descriptions import Json
-from layertap.service.http.request_handler import describe_features, is_short_reply, make_chooser, receive
+from layertap.service.http.parsing import make_envelope_reader
+from layertap.service.http.receiving import receive
+from layertap.service.http.reply import BuffersResponse, describe_features, run_encoder
 from layertap.service.http.timeout import EngineDependency
 from layertap.service.openai.embeddings import (
     AskedEmbeddings,
@@ -32,28 +34,26 @@ from layertap.service.openai.embeddings import (
 
 ASK = "POST /extract shows the numbers; ask for another layer, or leave this input out"
 MAX_NAMED = 8
-choose_json = make_chooser({"json": FORMATS["json"]})
+read_envelope = make_envelope_reader({"json": FORMATS["json"]})
 router = APIRouter(prefix="/v1", include_in_schema=False)  # OpenAI's own document describes these
 
 
 @router.post("/embeddings")
-async def create_embeddings(request: Request) -> Response:
+async def create_embeddings(exchange: ExchangeDependency) -> Response:
     """A vector of norm 1 for each input."""
-    engine: Engine = request.scope["state"]["exchange"].engine
-    parsed, ticket = await receive(request, engine, parse_embeddings, choose_json)
-    asked, parts = parsed.asked, parsed.split(engine.settings.max_inputs)
+    engine = exchange.engine
+    (asked, sent), ticket = await receive(exchange, parse_embeddings, read_envelope)
+    size = engine.settings.max_inputs
+    parts = [SentInputs(sent.items[start : start + size]) for start in range(0, len(sent.items), size)]
     if asked.dimensions is not None:
-        handle = await engine.get_handle(parsed.model, ticket)
-        planned = await engine.planner.plan(asked.extract, parts[0], handle, ticket.deadline)
-        own = asked.extract.embedding is not None and not asked.extract.embedding.layer
+        handle = await engine.get_handle(asked.model, ticket)
+        planned = await engine.planner.plan(asked, parts[0], handle, ticket.deadline)
+        own = asked.embedding is not None and not asked.embedding.layer
         trained = handle.model.spec.dimensions if own else ()
         check_dimensions(asked.dimensions, _count_columns(planned), trained)
-    features = [await engine.extract(asked.extract, part, ticket) for part in parts]
-    with ticket.timings.step("encode"):
-        if len(features) == 1 and is_short_reply(features[0]):
-            joined, data = _encode(features, asked)
-        else:
-            joined, data = await engine.run_in_thread(partial(_encode, features, asked), ticket.deadline)
+    features = [await engine.extract(asked, part, ticket) for part in parts]
+    encode = partial(_encode, features, asked)
+    joined, data = await run_encoder(encode, features[0], engine, ticket, in_thread=len(features) > 1)
     return BuffersResponse(data, describe_features(joined), "application/json")
 
 
@@ -81,7 +81,7 @@ def _encode(parts: Sequence[Features], asked: AskedEmbeddings) -> tuple[Features
     if (found := find_wrong_row(features)) is not None:  # these clients accept no null
         row, text = found
         raise RequestError.from_faults([Fault(f"no embedding can be given: {text}", ASK, f"/input/{row}", row)])
-    return features, encode_embeddings(features, asked.model_id, asked.extract.reply.encoding)
+    return features, encode_embeddings(features, asked.model_id, asked.reply.encoding)
 
 
 async def _describe(engine: Engine, model_id: str) -> Json:

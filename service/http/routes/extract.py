@@ -7,19 +7,19 @@ from functools import partial
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
 from layertap.models.catalog.catalog import BACKWARD_FACTOR
 from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.joined_inputs import digest_jobs, join_changes, list_entries
-from layertap.service.engine.engine import Engine
 from layertap.service.explain import explanations
 from layertap.service.explain.prober import Prober, check_probed
+from layertap.service.http.exchange import ExchangeDependency
 from layertap.service.http.openapi import COMPUTED, describe_inputs
 from layertap.service.http.parsing import parse_request
 from layertap.service.http.problems import format_fault
-from layertap.service.http.request_handler import encode_response, make_headers, receive
-from layertap.service.http.timeout import EngineDependency
+from layertap.service.http.receiving import receive
+from layertap.service.http.reply import describe_skipped, encode_response
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody
 from layertap.service.schemas.examples import EXPLAIN, EXTRACT
 from layertap.service.schemas.replies import DryRunReply, FeaturesReply
@@ -37,10 +37,10 @@ router = APIRouter()
     responses=COMPUTED,
     openapi_extra=describe_inputs(ExtractBody, EXTRACT, dry_run={"type": "boolean"}),
 )
-async def extract(request: Request) -> Response:
+async def extract(exchange: ExchangeDependency) -> Response:
     """Name layers, send inputs, get what these layers take or return, raw or pooled."""
-    engine: Engine = request.scope["state"]["exchange"].engine
-    (asked, sent), ticket = await receive(request, engine, parse_extract)
+    engine = exchange.engine
+    (asked, sent), ticket = await receive(exchange, parse_extract)
     if asked.dry_run:
         handle = await engine.get_handle(asked.model, ticket)
         return await engine.dry_run(asked, sent, ticket, partial(_make_estimate, warnings=handle.model.warnings))
@@ -50,7 +50,7 @@ async def extract(request: Request) -> Response:
         sent = await engine.fetch(asked, sent, ticket)
     features = await engine.extract(asked, sent, ticket)
     if asked.probe:
-        prober: Prober = request.app.state.prober
+        prober: Prober = exchange.scope["app"].state.prober
         features = await prober.add_probes(features, asked, sent, ticket)
     return await encode_response(features, asked, sent, engine, ticket)
 
@@ -63,9 +63,10 @@ async def extract(request: Request) -> Response:
     responses=COMPUTED,
     openapi_extra=describe_inputs(ExplainBody, EXPLAIN),
 )
-async def explain(request: Request, engine: EngineDependency) -> Response:
+async def explain(exchange: ExchangeDependency) -> Response:
     """Grad-CAM of a layer, attributions at the input, occlusion, attention rolled out, for each picture and class."""
-    (asked, sent), ticket = await receive(request, engine, parse_explain)
+    engine = exchange.engine
+    (asked, sent), ticket = await receive(exchange, parse_explain)
     sent = await explanations.prepare(engine, asked, sent, ticket)
     features = await explanations.explain(engine, asked, sent, ticket)
     return await encode_response(features, asked, sent, engine, ticket)
@@ -93,7 +94,7 @@ def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:
         "warnings": [*warnings, *dict.fromkeys(warning for each in jobs for warning in _list_warnings(each))],
         "errors": [format_fault(fault) for fault in job.faults],
     }
-    headers = make_headers(fingerprint, job.faults)
+    headers = {"X-Layertap-Fingerprint": fingerprint} | describe_skipped(job.faults)
     return Response(orjson.dumps(body), media_type="application/json", headers=headers)
 
 

@@ -10,21 +10,22 @@ from typing import Annotated, Literal
 import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from layertap.models.errors import LoadError, RequestError
+from layertap.models.errors import LoadError, RequestError, TooLargeError
 from layertap.models.selection.hook_points import Pool, ReplyDType
 from layertap.models.selection.matches import filter_layers
 from layertap.service.config.file import ConfigError
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_updates import ModelUpdates
-from layertap.service.errors import DeadlineError
+from layertap.service.errors import BadRequestError, DeadlineError
 from layertap.service.explain.prober import Prober
 from layertap.service.features import Features
 from layertap.service.formats.negotiation import negotiate
 from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.http import query
 from layertap.service.http.auth import require_admin
-from layertap.service.http.body import read_document
+from layertap.service.http.body import load_json
+from layertap.service.http.exchange import Exchange, ExchangeDependency
 from layertap.service.http.layer_tree import format_tree
 from layertap.service.http.model_descriptions import Json, describe_layers, describe_model
 from layertap.service.http.openapi import describe_problems
@@ -41,6 +42,7 @@ PROBED = frozenset({"layers", "pool", "normalize", "dtype"})  # fields of a body
 PROBE_OPTIONS = frozenset({"preprocessed", "input"})
 FILTERS = frozenset({"match", "type", "leaf", "functions", "format"})
 ENTRY: Json = {"type": "object", "description": "an entry of 'models' in the configuration file; without its name"}
+MAX_ENTRY = 2**16  # bytes
 LISTING_TYPES = {"json": "application/json", "text": "text/plain"}
 
 
@@ -84,7 +86,7 @@ async def list_layers(
     With ``functions`` each has those that its own forward calls. As JSON, or as a tree for terminals (``format=text``).
     """
     media_type = LISTING_TYPES[negotiate(request.headers.get("accept"), format, LISTING_TYPES)]
-    query.Query.parse(request.scope["query_string"]).check(FILTERS)
+    query.Query(request.scope["query_string"]).check(FILTERS)
     handle = await engine.manager.get_handle(name, deadline)
     model = handle.model
 
@@ -103,7 +105,7 @@ async def list_layers(
 @router.get("/models/{name}/labels", response_model=LabelsReply, responses=describe_problems(404, 422, 503, 504))
 async def list_labels(request: Request, engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Response:
     """The names of a model's classes in their order, null where they have none."""
-    query.Query.parse(request.scope["query_string"]).check(frozenset())
+    query.Query(request.scope["query_string"]).check(frozenset())
     model = (await engine.manager.get_handle(name, deadline)).model
     return _make_json({"model": model.spec.name, "labels": model.labels.names if model.labels is not None else None})
 
@@ -124,7 +126,7 @@ async def probe_layers(
     input: Annotated[Literal["text"] | None, Query(description="of two towers that of texts")] = None,  # noqa: A002
 ) -> Response:
     """What layers give for a fixed picture, text or tensor: receipts with probes, by the keys of a reply."""
-    parsed = query.Query.parse(request.scope["query_string"])
+    parsed = query.Query(request.scope["query_string"])
     parsed.check_names(PROBED | PROBE_OPTIONS)  # a reply has one format, and no dry run
     fields = query.read_fields(parsed, PROBED | PROBE_OPTIONS)
     asked = validate(ExtractBody, {key: fields[key] for key in fields.keys() - PROBE_OPTIONS}).request_fields
@@ -149,7 +151,7 @@ async def probe_layers(
     openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": ENTRY}}}},
 )
 async def exchange_model(
-    request: Request, engine: EngineDependency, deadline: DeadlineDependency, name: str
+    request: Request, exchange: ExchangeDependency, engine: EngineDependency, deadline: DeadlineDependency, name: str
 ) -> Response:
     """Give a model another version by its entry as the configuration file has it, while the one that is there answers.
 
@@ -157,10 +159,9 @@ async def exchange_model(
     is allowed. The file stays as it is.
     """
     updates: ModelUpdates = request.app.state.updates
-    data = await read_document(request, engine.settings, partial(engine.admission.admit, deadline))
-    exchange = await updates.exchange(name, data, deadline)
+    exchanging = await updates.exchange(name, await _read_entry(exchange, deadline), deadline)
     try:
-        error = await wait_until(deadline, asyncio.shield(exchange))
+        error = await wait_until(deadline, asyncio.shield(exchanging))
     except DeadlineError:
         return _reply_model(engine, name, 202)
     if isinstance(error, LoadError):
@@ -221,6 +222,19 @@ async def unload_model(engine: EngineDependency, name: str) -> Response:
     """Finish what the model has to do, then forget it; one with ``load: lazy`` is loaded again by the next request."""
     await engine.manager.unload(name)
     return _reply_model(engine, name)
+
+
+async def _read_entry(exchange: Exchange, deadline: float) -> Json:
+    """A small body that is a JSON object; without any the object is empty. BadRequestError, TooLargeError."""
+    with exchange.engine.admission.admit(deadline) as ticket:
+        data = await exchange.read_body(ticket.reserve_bytes)
+    if len(data) > MAX_ENTRY:
+        hint = "models are configured by who runs the server"
+        raise TooLargeError(f"the body has {len(data)} bytes, the limit here is {MAX_ENTRY}", hint=hint)
+    entry = load_json(data) if data else {}
+    if not isinstance(entry, dict):
+        raise BadRequestError("the body is no JSON object")
+    return entry
 
 
 def _reply_model(engine: Engine, name: str, status: int = 200) -> Response:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from starlette.types import Receive, Scope, Send
 
 from layertap.models.errors import LayertapError
@@ -15,15 +15,15 @@ from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.features import Features
 from layertap.service.formats import json
-from layertap.service.formats.buffers import Buffers, EncodeOptions
+from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.table import FORMATS, ReplyFormat
 from layertap.service.http.compression import EVENTS
-from layertap.service.http.exchange import Exchange
+from layertap.service.http.exchange import Exchange, ExchangeDependency
 from layertap.service.http.openapi import COMPUTED, describe_inputs
-from layertap.service.http.parsing import parse_request
+from layertap.service.http.parsing import make_envelope_reader, parse_request
 from layertap.service.http.problems import describe_error, encode_problem
-from layertap.service.http.request_handler import encode_response, make_chooser, receive
-from layertap.service.http.timeout import EngineDependency
+from layertap.service.http.receiving import receive
+from layertap.service.http.reply import encode_response
 from layertap.service.schemas.bodies import SweepBody
 from layertap.service.schemas.examples import SWEEP
 from layertap.service.schemas.replies import FeaturesReply
@@ -31,7 +31,7 @@ from layertap.service.sweep import sweeping
 
 parse_sweep = partial(parse_request, kind=SweepBody)
 EVENTS_FORMAT = ReplyFormat("events", EVENTS, json.encode, json.estimate_bytes, binary=False)
-choose_format = make_chooser({**FORMATS, EVENTS_FORMAT.name: EVENTS_FORMAT})
+read_envelope = make_envelope_reader({**FORMATS, EVENTS_FORMAT.name: EVENTS_FORMAT})
 EVENT_STREAM = {"schema": {"type": "string", "description": "events progress, then result or error"}}
 router = APIRouter()
 
@@ -44,14 +44,15 @@ router = APIRouter()
     responses={**COMPUTED, 200: {**COMPUTED[200], "content": {**COMPUTED[200]["content"], EVENTS: EVENT_STREAM}}},
     openapi_extra=describe_inputs(SweepBody, SWEEP),
 )
-async def sweep(request: Request, engine: EngineDependency) -> Response:
+async def sweep(exchange: ExchangeDependency) -> Response:
     """Ablate, scale, patch or add noise at one place after the other; get a metric of each, and the largest effects."""
-    (asked, sent), ticket = await receive(request, engine, parse_sweep, choose_format)
+    engine = exchange.engine
+    (asked, sent), ticket = await receive(exchange, parse_sweep, read_envelope)
     prepared = await sweeping.prepare(engine, asked, sent, ticket)
 
     compute = partial(sweeping.run, engine, prepared, ticket)
     if asked.reply.format.name == EVENTS_FORMAT.name:
-        return EventsResponse(request.scope["state"]["exchange"], asked, ticket, compute)
+        return EventsResponse(exchange, asked, ticket, compute)
     return await encode_response(await compute(), asked, prepared.sent, engine, ticket)
 
 
@@ -111,5 +112,5 @@ class EventsResponse(Response):
 
     async def _compute_reply(self, on_progress: sweeping.OnProgress) -> Buffers:
         features = await self._compute(on_progress)
-        options = EncodeOptions(self._asked.reply.encoding)
-        return await self._exchange.engine.run_in_thread(partial(json.encode, features, options), self._ticket.deadline)
+        encode = partial(json.encode, features, self._asked.reply)
+        return await self._exchange.engine.run_in_thread(encode, self._ticket.deadline)

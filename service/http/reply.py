@@ -1,0 +1,150 @@
+"""Features as a reply: encoded, described in its head, and sent piece by piece as the peer takes it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from layertap.models.errors import Fault
+from layertap.models.spec import PreprocessSpec
+from layertap.service.engine.admit.admission import Ticket
+from layertap.service.engine.engine import Engine
+from layertap.service.engine.request import ExtractRequest, SentInputs
+from layertap.service.engine.threads import is_short
+from layertap.service.features import Features, list_skipped
+from layertap.service.formats.buffers import SMALL, Buffer, Buffers
+from layertap.service.formats.plain_data import describe_top_classes
+from layertap.service.http.exchange import LARGE
+from layertap.service.inputs.items import ImageItem
+from layertap.service.pictures.overlay import SentPicture
+
+PIECE = 2**20  # bytes that wait for the peer at a time
+MAX_CLASSES, MAX_CLASSES_CHARACTERS = 64, 1536
+
+T = TypeVar("T")
+
+
+async def encode_response(
+    features: Features, request: ExtractRequest, sent: SentInputs, engine: Engine, ticket: Ticket
+) -> Response:
+    """Features as a reply, in the format that was asked for."""
+    options = request.reply
+    if options.format.is_picture:
+        options = replace(options, sent=list_pictures(request, sent, features, ticket, engine.settings.max_pixels))
+    encode = partial(options.format.encode, features, options)
+    buffers = await run_encoder(encode, features, engine, ticket, in_thread=options.format.is_picture)
+    return BuffersResponse(buffers, describe_features(features), options.format.media_type)
+
+
+async def run_encoder(
+    encode: Callable[[], T], features: Features, engine: Engine, ticket: Ticket, *, in_thread: bool = False
+) -> T:
+    """What an encoder makes of features, in a thread unless that takes less time than the way there and back."""
+    started = time.perf_counter()
+    try:
+        numbers = features.numbers
+        if in_thread or not is_short(results=len(features.arrays), written_numbers=numbers):
+            return await engine.run_in_thread(encode, ticket.deadline)
+        return encode()
+    finally:
+        ticket.timings.add_span("encode", started, time.perf_counter())
+
+
+def list_pictures(
+    request: ExtractRequest, sent: SentInputs, features: Features, ticket: Ticket, max_pixels: int
+) -> tuple[SentPicture | None, ...]:
+    """What the rows of an answer are pictures of, for those who show them; empty where rows are no single inputs.
+
+    None stands for a TIFF, for what was no picture, or is at a URL and was not fetched before. Empty too where a
+    library's own processor makes the rows: which part of a picture a model sees is not known then.
+    """
+    handle = ticket.handles.get(request.model)
+    spec = handle.model.model_inputs.preprocess if handle is not None else None
+    items = [item for index, item in sent.items if index not in features.skipped]
+    if not isinstance(spec, PreprocessSpec) or len(items) != features.rows:
+        return ()
+    shown = [isinstance(item, ImageItem) and not item.is_tiff and item for item in items]
+    return tuple(SentPicture(item.data, spec, max_pixels) if item else None for item in shown)
+
+
+def describe_features(features: Features) -> dict[str, str]:
+    """What the head of a reply says of its features."""
+    headers = {"X-Layertap-Fingerprint": features.fingerprint}
+    if features.errors:
+        headers |= describe_skipped(features.errors)
+    if features.verified:
+        headers["X-Layertap-Verified"] = "true"
+    if features.warnings:
+        warnings = "; ".join(features.warnings)
+        headers["X-Layertap-Warnings"] = warnings.encode("ascii", "replace").decode()  # a name that is cut ends in "…"
+    if features.top_classes:
+        headers["X-Layertap-Top-Classes"] = _format_top_classes(describe_top_classes(features)[0])
+    return headers
+
+
+def _format_top_classes(classes: Sequence[Mapping[str, Any]]) -> str:
+    """The best classes of an input as JSON in ASCII, as many as a head has room for: proxies take few KiB of it."""
+    shown = orjson.loads(orjson.dumps(classes[:MAX_CLASSES]))  # what is no number is null
+    while len(text := json.dumps(shown)) > MAX_CLASSES_CHARACTERS:
+        shown.pop()
+    return text
+
+
+def describe_skipped(faults: Sequence[Fault]) -> dict[str, str]:
+    """What the head of a reply says of inputs that were left out, where some were."""
+    places = ",".join(map(str, list_skipped(faults)))
+    return {"X-Layertap-Skipped": places} if places else {}
+
+
+class BuffersResponse(Response):
+    """A reply of buffers, of which the list is emptied; the next is sent when the peer has taken those before it."""
+
+    def __init__(self, buffers: Buffers, headers: Mapping[str, str], media_type: str) -> None:
+        self.status_code = 200
+        self.background = None
+        self._size = sum(map(len, buffers))
+        self._buffers = deque(buffers)
+        self.raw_headers = [(b"content-length", b"%d" % self._size), (b"content-type", media_type.encode())]
+        for name, value in headers.items():
+            self.raw_headers.append((name.lower().encode(), value.encode("latin-1")))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it; what is sent here waits until the system has taken nearly all that came before."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if self._size <= LARGE:
+            await send({"type": "http.response.body", "body": b"".join(self._buffers)})
+            return
+        for piece in _cut_pieces(self._buffers):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body"})
+
+
+def _cut_pieces(buffers: deque[Buffer]) -> Iterator[Buffer]:
+    """Buffers in pieces of bounded size, small ones joined; they are taken out of the queue."""
+    small: list[Buffer] = []
+    size = 0
+    while buffers:
+        buffer = buffers.popleft()
+        if small and size + len(buffer) > SMALL:
+            yield b"".join(small)
+            small, size = [], 0
+        if len(buffer) <= SMALL:
+            small.append(buffer)
+            size += len(buffer)
+            continue
+        view = memoryview(buffer)
+        del buffer
+        for begin in range(0, len(view), PIECE):
+            yield view[begin : begin + PIECE]
+        del view
+    if small:
+        yield b"".join(small)
