@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any
 
@@ -156,11 +155,6 @@ class Features:
     cut: tuple[int, ...] = ()
     top_classes: tuple[tuple[TopClass, ...], ...] = ()
     top_effects: tuple[tuple[TopEffect, ...], ...] = ()
-
-    @cached_property
-    def numbers(self) -> int:
-        """How many numbers all arrays have."""
-        return sum([array.size for array in self.arrays.values()])
 
     @property
     def nbytes(self) -> int:

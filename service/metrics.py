@@ -101,32 +101,32 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         # A counter's number; of a histogram how many values each bucket has, the last without a bound, then their sum.
-        self._counters: dict[str, dict[Labels, float]] = {}
-        self._histograms: dict[str, dict[Labels, list[float]]] = {}
+        self._series: dict[str, dict[Labels, list[float]]] = {name: {} for name in FAMILIES}
         self._connections = 0
         self._read_gauges: Callable[[], Snapshot] = dict
         self._models: set[str | int] = set()
         for name, family in FAMILIES.items():
-            (self._histograms if family.buckets else self._counters)[name] = {}
             if "model" not in family.labels:
                 self._add_known(name, family)
 
     def count(self, name: str, *labels: str | int, by: float = 1) -> None:
         """Add to a counter."""
-        series = self._counters[name]
+        series = self._series[name]
         if labels not in series:
             self._add(name, labels)
-        series[labels] += by
+        series[labels][-1] += by
 
     def observe_request(self, route: str, timings: Timings) -> None:
         """Record a request that has ended; ``route`` is a template or ``OTHER``."""
-        self.count("requests_total", route, timings.facts.status)
-        self.count("request_bytes_total", route, by=timings.facts.request_bytes)
-        self.count("reply_bytes_total", route, by=timings.facts.reply_bytes)
-        values = [("request_seconds", route, timings.ended - timings.begun)]
+        values: list[tuple[str, Labels, float]] = [
+            ("requests_total", (route, timings.facts.status), 1),
+            ("request_bytes_total", (route,), timings.facts.request_bytes),
+            ("reply_bytes_total", (route,), timings.facts.reply_bytes),
+            ("request_seconds", (route,), timings.ended - timings.begun),
+        ]
         for step, milliseconds in timings.steps.items():
-            values.append(("step_seconds", step, milliseconds / 1000))
-        self._observe(values)
+            values.append(("step_seconds", (step,), milliseconds / 1000))
+        self._record(values)
 
     def observe_batch(
         self, model: str, rows: int, max_rows: int, requests: int, depth: float, seconds: float, why: BatchReason
@@ -135,14 +135,15 @@ class Metrics(Collector):
 
         ``depth``: share of the full forward's cost that was run, 0 to 1; ``why``: why these requests shared a forward.
         """
-        self.count("batches_total", model, why)
-        self._observe(
+        label = (model,)
+        self._record(
             (
-                ("batch_rows", model, rows),
-                ("batch_fill_ratio", model, rows / max_rows),
-                ("batch_requests", model, requests),
-                ("stop_depth_ratio", model, depth),
-                ("forward_seconds", model, seconds),
+                ("batches_total", (model, why), 1),
+                ("batch_rows", label, rows),
+                ("batch_fill_ratio", label, rows / max_rows),
+                ("batch_requests", label, requests),
+                ("stop_depth_ratio", label, depth),
+                ("forward_seconds", label, seconds),
             )
         )
 
@@ -164,13 +165,13 @@ class Metrics(Collector):
             described = f"layertap_{name}", family.documentation
             if not family.buckets:
                 counter = CounterMetricFamily(*described, labels=[*family.labels])
-                for labels, value in self._counters[name].copy().items():
+                for labels, (value,) in self._series[name].copy().items():
                     counter.add_metric([*map(str, labels)], value)
                 yield counter
                 continue
             histogram = HistogramMetricFamily(*described, labels=[*family.labels])
             bounds = [*map(floatToGoString, (*family.buckets, float("inf")))]
-            for labels, (*numbers, total) in self._histograms[name].copy().items():
+            for labels, (*numbers, total) in self._series[name].copy().items():
                 histogram.add_metric([*map(str, labels)], [*zip(bounds, accumulate(numbers), strict=True)], total)
             yield histogram
         for name, found in {"connections": self._connections, **self._read_gauges()}.items():
@@ -180,14 +181,16 @@ class Metrics(Collector):
                 gauge.add_metric((key,) if isinstance(key, str) else key, value)
             yield gauge
 
-    def _observe(self, values: Iterable[tuple[str, str, float]]) -> None:
-        for name, label, value in values:
-            series, labels = self._histograms[name], (label,)
+    def _record(self, values: Iterable[tuple[str, Labels, float]]) -> None:
+        """Add values to series of counters and histograms."""
+        for name, labels, value in values:
+            series, buckets = self._series[name], FAMILIES[name].buckets
             if labels not in series:
                 self._add(name, labels)
             numbers = series[labels]
-            numbers[bisect_left(FAMILIES[name].buckets, value)] += 1
             numbers[-1] += value
+            if buckets:
+                numbers[bisect_left(buckets, value)] += 1
 
     def _add(self, name: str, labels: Labels) -> None:
         """Add a series at 0; of a new model all whose labels are known."""
@@ -196,10 +199,8 @@ class Metrics(Collector):
             for other, of_model in FAMILIES.items():
                 if "model" in of_model.labels:
                     self._add_known(other, of_model, labels[0])
-        if FAMILIES[name].buckets:
-            self._histograms[name].setdefault(labels, [0.0] * (len(FAMILIES[name].buckets) + 2))
-        else:
-            self._counters[name].setdefault(labels, 0.0)
+        buckets = FAMILIES[name].buckets
+        self._series[name].setdefault(labels, [0.0] * (len(buckets) + 2 if buckets else 1))
 
     def _add_known(self, name: str, family: Family, *model: str | int) -> None:
         """Add the series whose labels are known, at 0: a rate needs a value before the first event."""

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 from layertap.models.errors import LayertapError, OtherCallsError, RequestError
@@ -40,6 +41,7 @@ from layertap.service.settings import Settings
 
 T = TypeVar("T")
 U = TypeVar("U")
+SIZE = attrgetter("size")
 MAX_LEFT_OUT = 16  # retries of a request, each leaving out tensors that failed
 MAX_REPLANS = 8  # runs of an input whose forward makes other calls each time
 Answer = tuple[Job, Results]  # a job and its forwards' results
@@ -87,7 +89,7 @@ class Engine:
 
     async def finish(self, features: Features, request: ExtractRequest, ticket: Ticket, before: int) -> Features:
         """The features with what their user is warned of; ``before`` is what ``begin`` returned."""
-        if is_short(results=len(features.arrays), counted_numbers=features.numbers):
+        if is_short(results=len(features.arrays), counted_numbers=sum(map(SIZE, features.arrays.values()))):
             features = add_warnings(features)
         else:
             features = await self.run_in_thread(partial(add_warnings, features), ticket.deadline)

@@ -26,7 +26,7 @@ HINT = "send 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
 
 
 class Keyring:
-    """The configured keys."""
+    """The configured keys, and of a server without any the ``own_pages``, which were let in before."""
 
     def __init__(self, settings: Settings, pages: frozenset[str] = frozenset()) -> None:
         self._pages = pages  # the same in every installation, and a browser that opens one can send no key
@@ -35,7 +35,7 @@ class Keyring:
         # A key that is in both lists is an administrator's.
         callers = _list_callers(settings.api_keys, "key", False) | _list_callers(settings.admin_keys, "admin", True)
         self._callers = [(key.encode(), caller) for key, caller in callers.items()]
-        self._own_pages: set[tuple[bytes | None, ...]] = set()  # headers that were looked at before
+        self.own_pages: set[tuple[bytes | None, ...]] = set()
 
     def authorize(self, exchange: Exchange) -> None:
         """Find out who the caller is: whether an administrator, and the key's name if keys are configured.
@@ -64,10 +64,6 @@ class Keyring:
 
     def _check_page(self, exchange: Exchange) -> None:
         """ForbiddenError for what a page of another site asks, also one whose name now leads here (DNS rebinding)."""
-        head = exchange.head
-        page = head.get(b"host"), head.get(b"origin"), head.get(b"sec-fetch-site")
-        if page in self._own_pages and len(head) == len(exchange.headers):  # none is there twice
-            return
         headers = Headers(raw=exchange.headers)
         for host in headers.getlist("host"):  # browsers always send one
             if _parse_host(f"//{host}") not in self._hosts:
@@ -78,8 +74,8 @@ class Keyring:
         if origin not in self._origins and (foreign or headers.get("sec-fetch-site") == CROSS_SITE):
             hint = "name the page's origin in LAYERTAP_CORS_ORIGINS"
             raise ForbiddenError("a page of another site may not use this server", hint=hint)
-        if len(self._own_pages) < MAX_PAGES:
-            self._own_pages.add(page)
+        if exchange.page is not None and len(self.own_pages) < MAX_PAGES:
+            self.own_pages.add(exchange.page)
 
 
 async def require_admin(request: Request) -> None:

@@ -56,13 +56,16 @@ CONSTANT_HEADERS = (
 class Exchange:
     """A request and its reply; what the server keeps of them until the reply is sent.
 
-    ``head`` has the first value of each of the ``headers``. ``timings`` and ``facts`` are the request's account. Where
+    ``head`` has the first value of each of the ``headers``, ``page`` those by which a browser tells the page that asks,
+    and where; None if any header is there twice. ``timings`` and ``facts`` are the request's account. Where
     a route has set it, ``ticket`` is given back; ``limit`` is the caller's own, where that is less than the server's.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, engine: Engine) -> None:
         self.headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.head = dict(reversed(self.headers))
+        page = self.head.get(b"host"), self.head.get(b"origin"), self.head.get(b"sec-fetch-site")
+        self.page = page if len(self.head) == len(self.headers) else None
         request_id = self.head.get(b"x-request-id", b"")
         if not (0 < len(request_id) <= 64 and ID_CHARACTERS.issuperset(request_id)):
             request_id = os.urandom(16).hex().encode()
@@ -81,6 +84,7 @@ class Exchange:
         self._send = send
         self._compressed: CompressedReply | None = None
         self._task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]  # there is one
+        self._watches = False
         self._watcher: asyncio.Task[None] | None = None
         self._error: LayertapError | None = None  # why the task was cancelled here
 
@@ -158,6 +162,7 @@ class Exchange:
         end of the connection. Our own protocol calls ``on_disconnect`` of the state then, which costs less than a task
         that waits for it.
         """
+        self._watches = True
         if "on_disconnect" in self.scope["state"]:
             self.scope["state"]["on_disconnect"] = self._leave
         else:
@@ -178,14 +183,15 @@ class Exchange:
     def end(self) -> None:
         """Give back what the request holds: its reply is sent, or cannot be."""
         del self.scope["state"]["exchange"]  # which has the scope: nothing waits for the garbage collector
-        self._stop_watching()
+        if self._watches:
+            self._stop_watching()
         if self.ticket is not None:
             self.ticket.release()
         self.timings.ended = time.perf_counter()
 
     def _begin_reply(self, message: Message) -> None:
         """Stop watching the client, and add the headers that are always there; nothing inside sets them."""
-        if not self.keeps_watching:
+        if self._watches and not self.keeps_watching:
             self._stop_watching()
         self.facts.status = message["status"]
         self.timings.reply_begun = time.perf_counter()
@@ -209,9 +215,10 @@ class Exchange:
         self._leave()
 
     def _stop_watching(self) -> None:
+        self._watches = False
         if self._watcher is not None:
             self._watcher.cancel()
-        elif "on_disconnect" in self.scope["state"]:
+        else:
             self.scope["state"]["on_disconnect"] = None
 
     def _leave(self) -> None:
@@ -278,7 +285,9 @@ class RequestContextMiddleware:
         # Where it was HEAD, uvicorn, which has the scope as it was, leaves the reply's body out.
         app_scope = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
         try:
-            self.keyring.authorize(exchange)
+            exchange.admin = exchange.page in self.keyring.own_pages
+            if not exchange.admin:
+                self.keyring.authorize(exchange)
             if scope["path"] in self.direct and scope["method"] == "POST":
                 route = scope["route"] = self.direct[scope["path"]]
                 response = await route.endpoint(exchange)

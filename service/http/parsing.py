@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import orjson
 from python_multipart.multipart import parse_options_header
 
 from layertap.models.errors import Fault, RequestError, escape
@@ -16,10 +15,9 @@ from layertap.models.lru_cache import LRUCache
 from layertap.service.engine.limits import check_count, check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import UnsupportedMediaError
-from layertap.service.formats.negotiation import negotiate
-from layertap.service.formats.table import ReplyFormat
 from layertap.service.http.body import MULTIPART, load_json, parse_multipart
-from layertap.service.http.query import ALWAYS, Query, read_fields
+from layertap.service.http.query import ALWAYS, read_fields
+from layertap.service.http.receiving import MAX_KEPT, PICTURE, TEXT, Envelope, write_rest
 from layertap.service.inputs.arrays import read_npy, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.schemas.bodies import ExtractBody, InputsBody, RequestBody
@@ -27,59 +25,6 @@ from layertap.service.schemas.inputs import OPTIONS, make_readers
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 from layertap.service.types import TILES
-
-MAX_KEPT, MAX_KEPT_BYTES = 256, 2048  # requests that are remembered, and how long what they ask may be
-PICTURE, TEXT = "image/*", "text/plain"
-
-
-@dataclass(frozen=True, eq=False)
-class Envelope:
-    """What stands around a body: its type, the query, and the format in which the reply is wanted.
-
-    ``media_type`` is the content type without parameters, in small letters, ``PICTURE`` for any picture;
-    ``content_type`` has them, where they matter. Clients send the same over and over, so most are kept: ``asked`` has
-    what the query ``text`` asks for, by all else that decides that.
-    """
-
-    media_type: str
-    text: bytes
-    query: Query
-    format: ReplyFormat
-    asked: dict[Hashable, ExtractRequest] = field(default_factory=dict)
-    is_kept: bool = True
-    content_type: str = ""
-
-
-EnvelopeReader = Callable[[bytes, bytes, bytes], Envelope]
-
-
-def make_envelope_reader(formats: Mapping[str, ReplyFormat]) -> EnvelopeReader:
-    """Makes what reads ``Accept``, ``Content-Type`` and a query, for a route with these formats of replies.
-
-    What it returns raises NotAcceptableError, RequestError.
-    """
-    types = {name: each.media_type for name, each in formats.items()}
-
-    def read(accept: bytes, media: bytes, text: bytes) -> Envelope:
-        query = Query(text)
-        reply_format = formats[negotiate(accept.decode("latin-1"), query.get_one("format"), types)]
-        media_type = media.decode("latin-1").strip(" \t").lower()
-        return Envelope(PICTURE if media_type.startswith("image/") else media_type, text, query, reply_format)
-
-    read_kept = lru_cache(maxsize=MAX_KEPT)(read)
-
-    def read_envelope(accept: bytes, content_type: bytes, text: bytes) -> Envelope:
-        media, _, parameters = content_type.partition(b";")
-        if len(accept) + len(media) + len(text) <= MAX_KEPT_BYTES:
-            envelope = read_kept(accept, media, text)
-        else:
-            envelope = replace(read(accept, media, text), is_kept=False)
-        if parameters and envelope.media_type in (MULTIPART, TEXT):  # a boundary is another one each time
-            return replace(envelope, content_type=content_type.decode("latin-1"))
-        return envelope
-
-    return read_envelope
-
 
 Readers = Sequence[Callable[[], InputItem]]  # of each input
 # What JSON documents ask for, with other inputs: then what is asked is not validated again.
@@ -167,15 +112,6 @@ def _parse_query(envelope: Envelope, settings: Settings, kind: type[RequestBody]
             request.remember()
             envelope.asked[key] = request
     return request
-
-
-def write_rest(document: Mapping[str, Any], *inputs: str) -> bytes | None:
-    """What a document says beside the fields of its ``inputs``; None if that is too long, or nested too deep."""
-    try:
-        rest = orjson.dumps({name: each for name, each in document.items() if name not in inputs})
-    except orjson.JSONEncodeError:
-        return None
-    return rest if len(rest) <= MAX_KEPT_BYTES else None
 
 
 def _make_request(envelope: Envelope, settings: Settings, body: RequestBody) -> ExtractRequest:

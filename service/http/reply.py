@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import orjson
@@ -29,6 +30,7 @@ from layertap.service.pictures.overlay import SentPicture
 
 PIECE = 2**20  # bytes that wait for the peer at a time
 MAX_CLASSES, MAX_CLASSES_CHARACTERS = 64, 1536
+SIZE = attrgetter("size")
 
 T = TypeVar("T")
 
@@ -51,7 +53,7 @@ async def run_encoder(
     """What an encoder makes of features, in a thread unless that takes less time than the way there and back."""
     started = time.perf_counter()
     try:
-        numbers = features.numbers
+        numbers = sum(map(SIZE, features.arrays.values()))
         if in_thread or not is_short(results=len(features.arrays), written_numbers=numbers):
             return await engine.run_in_thread(encode, ticket.deadline)
         return encode()

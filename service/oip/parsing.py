@@ -12,8 +12,8 @@ from layertap.service.engine.limits import check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import BadRequestError
 from layertap.service.http.body import load_json
-from layertap.service.http.parsing import MAX_KEPT, PICTURE, Envelope, write_rest
 from layertap.service.http.query import join_parts
+from layertap.service.http.receiving import MAX_KEPT, PICTURE, Envelope, write_rest
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.oip.encoding import BINARY, HEADER, JSON
 from layertap.service.oip.schemas import InferBody

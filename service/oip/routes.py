@@ -20,8 +20,7 @@ from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.errors import UnavailableError
 from layertap.service.http.exchange import ExchangeDependency
 from layertap.service.http.model_descriptions import Json
-from layertap.service.http.parsing import make_envelope_reader
-from layertap.service.http.receiving import receive
+from layertap.service.http.receiving import make_envelope_reader, receive
 from layertap.service.http.reply import BuffersResponse, describe_features, run_encoder
 from layertap.service.http.routes import health
 from layertap.service.http.timeout import DeadlineDependency, EngineDependency

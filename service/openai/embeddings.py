@@ -23,8 +23,8 @@ from layertap.service.features import Features
 from layertap.service.formats.buffers import Buffers, Encoding, view_bytes
 from layertap.service.formats.json import write_json
 from layertap.service.http.body import load_json
-from layertap.service.http.parsing import MAX_KEPT, Envelope, write_rest
 from layertap.service.http.problems import MAX_DETAIL, Problem
+from layertap.service.http.receiving import MAX_KEPT, Envelope, write_rest
 from layertap.service.inputs.arrays import decode_base64
 from layertap.service.inputs.items import ImageItem, InputItem, TextItem, TokensItem, UrlItem
 from layertap.service.schemas.base import OneError, StrictBody, StrictIndex, read_field, read_items

@@ -327,9 +327,10 @@ class Scheduler:
         max_rows, depth = max(batch.key.max_rows, batch.rows), min(batch.depth, 1.0)
         metrics.observe_batch(model, batch.rows, max_rows, requests, depth, seconds, batch.reason)
         metrics.count("busy_seconds_total", model, batch.device, by=seconds * batch.slots)
-        metrics.count("out_of_memory_total", model, by=failures.out_of_memory)
-        metrics.count("split_total", model, "memory", by=failures.memory_splits)
-        metrics.count("split_total", model, "error", by=failures.error_splits)
+        if failures.out_of_memory or failures.memory_splits or failures.error_splits:
+            metrics.count("out_of_memory_total", model, by=failures.out_of_memory)
+            metrics.count("split_total", model, "memory", by=failures.memory_splits)
+            metrics.count("split_total", model, "error", by=failures.error_splits)
 
 
 def _record_parts(jobs: Sequence[Job], submitted: float) -> bool:

@@ -20,9 +20,9 @@ from layertap.service.formats.table import FORMATS, ReplyFormat
 from layertap.service.http.compression import EVENTS
 from layertap.service.http.exchange import Exchange, ExchangeDependency
 from layertap.service.http.openapi import COMPUTED, describe_inputs
-from layertap.service.http.parsing import make_envelope_reader, parse_request
+from layertap.service.http.parsing import parse_request
 from layertap.service.http.problems import describe_error, encode_problem
-from layertap.service.http.receiving import receive
+from layertap.service.http.receiving import make_envelope_reader, receive
 from layertap.service.http.reply import encode_response
 from layertap.service.schemas.bodies import SweepBody
 from layertap.service.schemas.examples import SWEEP

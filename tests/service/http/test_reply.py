@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from layertap.service.http.reply import LARGE, PIECE, BuffersResponse
 from starlette.types import Message
 
 from layertap.service.formats.buffers import view_bytes
+from layertap.service.http.reply import LARGE, PIECE, BuffersResponse
 from tests.service.conftest import Serve
 from tests.service.gated_server import connect, encode_request, wait_until
 from tests.service.queue_harness import gauges
