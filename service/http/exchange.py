@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import Message, Receive, Scope, Send
 
 from layertap.models.errors import LayertapError
-from layertap.service import access_log
+from layertap.service import logs
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
 from layertap.service.errors import (
@@ -308,7 +308,7 @@ class RequestContextMiddleware:
             exchange.end()
             template = getattr(app_scope.get("route"), "path", OTHER)  # never the path, which callers choose
             self.engine.metrics.observe_request(template, exchange.timings)
-            access_log.write(exchange.timings, self.engine.settings.slow_request_s)
+            logs.log_request(exchange.timings, self.engine.settings.slow_request_s)
             if exchange.trace is not None:
                 exchange.trace.end(exchange.timings, template)
 

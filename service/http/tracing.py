@@ -13,7 +13,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from layertap.models.errors import LayertapError, escape
-from layertap.service.access_log import MAX_METHOD, MAX_NAME, MAX_PATH
+from layertap.service.logs import MAX_METHOD, MAX_NAME, MAX_PATH
 from layertap.service.timings import RequestFacts, Timings
 from layertap.service.version import get_version
 
