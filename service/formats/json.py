@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from binascii import b2a_base64
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -36,7 +37,7 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
         "rows": features.rows,
         "features": {key: _make_entry(features, key, options.encoding) for key in features.arrays},
         "receipts": describe_receipts(features),
-        "errors": describe_errors(features),
+        "errors": describe_errors(features) if features.errors else [],
         **describe_extras(features),
     }
     return write_json(document)
@@ -50,10 +51,16 @@ def estimate_bytes(encoding: Encoding, numbers: int, nbytes: int) -> int:
 def _make_entry(features: Features, key: str, encoding: Encoding) -> dict[str, Any]:
     array = to_little_endian(features.arrays[key])
     data = view_bytes(array) if encoding == "base64" else _to_list(array)
-    entry = {"shape": array.shape, "dtype": array.dtype.name, "data": data}
+    entry = {"shape": array.shape, "dtype": _name_dtype(array.dtype), "data": data}
     if key in features.scales:
         entry["scale"] = _to_list(to_little_endian(features.scales[key]))
     return entry
+
+
+@lru_cache(maxsize=64)
+def _name_dtype(dtype: np.dtype[Any]) -> str:
+    """Cached: numpy makes the name anew each time."""
+    return dtype.name
 
 
 def _to_list(array: Array) -> Any:
@@ -70,7 +77,7 @@ def write_json(document: Any) -> Buffers:
 
 
 def _write(value: Any) -> Iterator[bytes]:
-    if _count_values(value) <= PIECE_VALUES:
+    if _is_short(value):
         yield _dump(value)
     elif isinstance(value, memoryview):
         starts = range(0, len(value), PIECE_BYTES)
@@ -104,14 +111,20 @@ def _join(opening: bytes, parts: Iterable[Iterable[bytes]], closing: bytes) -> I
     yield closing
 
 
-def _count_values(value: Any) -> int:
-    if isinstance(value, np.ndarray):
-        return value.size
-    if isinstance(value, dict):
-        return sum(map(_count_values, value.values()))
-    if isinstance(value, (list, tuple)):
-        return sum(map(_count_values, value))
-    return len(value) // VALUE_BYTES if isinstance(value, memoryview) else 1
+def _is_short(value: Any) -> bool:
+    """Whether a value has no more than ``PIECE_VALUES`` values in it, whatever holds them."""
+    count, left = 0, [value]
+    while left and count <= PIECE_VALUES:
+        each = left.pop()
+        if isinstance(each, dict):
+            left.extend(each.values())
+        elif isinstance(each, (list, tuple)):
+            left.extend(each)
+        elif isinstance(each, np.ndarray):
+            count += each.size
+        else:
+            count += len(each) // VALUE_BYTES if isinstance(each, memoryview) else 1
+    return count <= PIECE_VALUES
 
 
 def _dump(value: Any) -> bytes:

@@ -28,14 +28,18 @@ def describe_top_classes(features: Features) -> list[list[dict[str, Any]]]:
 
 def describe_extras(features: Features) -> dict[str, Any]:
     """What a reply says only where there is something to say."""
-    extras = {
-        "verified": features.verified,
-        "interventions": features.interventions,
-        "warnings": features.warnings,
-        "top_classes": describe_top_classes(features),
-        "top_effects": [[asdict(each) for each in row] for row in features.top_effects],
-    }
-    return {name: value for name, value in extras.items() if value}
+    extras: dict[str, Any] = {}
+    if features.verified:
+        extras["verified"] = True
+    if features.interventions:
+        extras["interventions"] = features.interventions
+    if features.warnings:
+        extras["warnings"] = features.warnings
+    if features.top_classes:
+        extras["top_classes"] = describe_top_classes(features)
+    if features.top_effects:
+        extras["top_effects"] = [[asdict(each) for each in row] for row in features.top_effects]
+    return extras
 
 
 def describe_as_text(features: Features) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -32,6 +33,7 @@ from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 
 MAX_INPUTS = 2048  # OpenAI's limit
+OWN = ("input", "user")  # the fields of ``InputBody``
 URL_SCHEMES = ("http://", "https://")
 STATUS = {422: 400}  # all others stay the same
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -121,18 +123,17 @@ def parse_embeddings(envelope: Envelope, data: bytes, settings: Settings) -> tup
         )
     value = load_json(data)
     fields = value if isinstance(value, dict) else {}
-    rest = write_rest(fields, "input", "user")
+    rest = write_rest(fields, *OWN)
     key = rest, settings.max_reply_bytes
     if (asked := _asked.get(key)) is not None:
-        own = {name: each for name, each in fields.items() if name in ("input", "user")}
-        given = validate(InputBody, own).input
+        given = validate(InputBody, {name: each for name, each in fields.items() if name in OWN}).input
     else:
         body = validate(EmbeddingsBody, value)
         asked, given = _read_body(body, envelope, settings), body.input
         if rest is not None:
             asked.remember()
             _asked.put(key, asked)
-    items, faults = read_items(given, "input", lambda entry: _read_item(entry, asked.modality))
+    items, faults = read_items(given, "input", partial(_read_item, modality=asked.modality))
     if faults:
         raise RequestError.from_faults(faults)
     return asked, SentInputs(tuple(items))

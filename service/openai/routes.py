@@ -42,15 +42,18 @@ async def create_embeddings(exchange: ExchangeDependency) -> Response:
     """A vector of norm 1 for each input."""
     engine = exchange.engine
     (asked, sent), ticket = await receive(exchange, parse_embeddings, read_envelope)
-    size = engine.settings.max_inputs
-    parts = [SentInputs(sent.items[start : start + size]) for start in range(0, len(sent.items), size)]
+    parts, size = [sent], engine.settings.max_inputs
+    if len(sent.items) > size:
+        parts = [SentInputs(sent.items[start : start + size]) for start in range(0, len(sent.items), size)]
     if asked.dimensions is not None:
         handle = await engine.get_handle(asked.model, ticket)
         planned = await engine.planner.plan(asked, parts[0], handle, ticket.deadline)
         own = asked.embedding is not None and not asked.embedding.layer
         trained = handle.model.spec.dimensions if own else ()
         check_dimensions(asked.dimensions, _count_columns(planned), trained)
-    features = [await engine.extract(asked, part, ticket) for part in parts]
+    features = []
+    for part in parts:  # a comprehension would be a coroutine of its own, woken as often as this one
+        features.append(await engine.extract(asked, part, ticket))
     encode = partial(_encode, features, asked)
     joined, data = await run_encoder(encode, features[0], engine, ticket, in_thread=len(features) > 1)
     return BuffersResponse(data, describe_features(joined), "application/json")
