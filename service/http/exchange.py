@@ -84,7 +84,6 @@ class Exchange:
         self._send = send
         self._compressed: CompressedReply | None = None
         self._task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]  # there is one
-        self._watches = False
         self._watcher: asyncio.Task[None] | None = None
         self._error: LayertapError | None = None  # why the task was cancelled here
 
@@ -162,7 +161,6 @@ class Exchange:
         end of the connection. Our own protocol calls ``on_disconnect`` of the state then, which costs less than a task
         that waits for it.
         """
-        self._watches = True
         if "on_disconnect" in self.scope["state"]:
             self.scope["state"]["on_disconnect"] = self._leave
         else:
@@ -182,17 +180,18 @@ class Exchange:
 
     def end(self) -> None:
         """Give back what the request holds: its reply is sent, or cannot be."""
-        del self.scope["state"]["exchange"]  # which has the scope: nothing waits for the garbage collector
-        if self._watches:
-            self._stop_watching()
+        state = self.scope["state"]
+        del state["exchange"]  # which has the scope: nothing waits for the garbage collector
+        if "on_disconnect" in state:
+            state["on_disconnect"] = None
+        if self._watcher is not None:
+            self._watcher.cancel()
         if self.ticket is not None:
             self.ticket.release()
         self.timings.ended = time.perf_counter()
 
     def _begin_reply(self, message: Message) -> None:
-        """Stop watching the client, and add the headers that are always there; nothing inside sets them."""
-        if self._watches and not self.keeps_watching:
-            self._stop_watching()
+        """Add the headers that are always there; nothing inside sets them."""
         self.facts.status = message["status"]
         self.timings.reply_begun = time.perf_counter()
         headers = message["headers"] = [
@@ -214,15 +213,9 @@ class Exchange:
             pass
         self._leave()
 
-    def _stop_watching(self) -> None:
-        self._watches = False
-        if self._watcher is not None:
-            self._watcher.cancel()
-        else:
-            self.scope["state"]["on_disconnect"] = None
-
     def _leave(self) -> None:
-        self.cancel(ClientGoneError("the client closed the connection"))
+        if self.keeps_watching or not self.facts.status:
+            self.cancel(ClientGoneError("the client closed the connection"))
 
     def _end_slow_body(self, wait_s: float) -> None:
         hint = f"send it at {MIN_BYTES_PER_S // 1000} kB a second or more, or in several requests"

@@ -41,7 +41,7 @@ async def encode_response(
     """Features as a reply, in the format that was asked for."""
     options = request.reply
     if options.format.is_picture:
-        options = replace(options, sent=list_pictures(request, sent, features, ticket, engine.settings.max_pixels))
+        options = replace(options, sent=list_originals(request, sent, features, ticket, engine.settings.max_pixels))
     encode = partial(options.format.encode, features, options)
     buffers = await run_encoder(encode, features, engine, ticket, in_thread=options.format.is_picture)
     return BuffersResponse(buffers, describe_features(features), options.format.media_type)
@@ -61,7 +61,7 @@ async def run_encoder(
         ticket.timings.add_span("encode", started, time.perf_counter())
 
 
-def list_pictures(
+def list_originals(
     request: ExtractRequest, sent: SentInputs, features: Features, ticket: Ticket, max_pixels: int
 ) -> tuple[SentPicture | None, ...]:
     """What the rows of an answer are pictures of, for those who show them; empty where rows are no single inputs.
