@@ -56,9 +56,9 @@ CONSTANT_HEADERS = (
 class Exchange:
     """A request and its reply; what the server keeps of them until the reply is sent.
 
-    ``head`` has the first value of each of the ``headers``, ``page`` those by which a browser tells the page that asks,
-    and where; None if any header is there twice. ``timings`` and ``facts`` are the request's account. Where
-    a route has set it, ``ticket`` is given back; ``limit`` is the caller's own, where that is less than the server's.
+    ``head`` has the first value of each of the ``headers``; ``page`` has those by which a browser says which page asks,
+    and by which name of the server, None if any header is there twice. ``timings`` and ``facts`` are the request's
+    account. A ``ticket`` that a route has set is given back; ``limit`` is the caller's own, if less than the server's.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, engine: Engine) -> None:
