@@ -75,7 +75,7 @@ def test_released() -> None:
 
 @pytest.mark.parametrize("name", ["safetensors", pytest.param("npz", marks=pytest.mark.slow)])
 def test_memory(serve: Serve, name: str) -> None:
-    """A reply is not in memory twice: beside its arrays, which torch has made, there is little but the request."""
+    """A reply is not in memory twice: beside its arrays there is little but the request."""
     rows = npy(np.ones((16, 3, 256, 256), np.float32))
     query = {"layers": "block1", "format": name}
     with serve() as live:
@@ -88,7 +88,7 @@ def test_memory(serve: Serve, name: str) -> None:
         finally:
             tracemalloc.stop()
     assert size > 64 * MIB
-    assert peak < size - 16 * MIB
+    assert peak < 2 * size - 16 * MIB
 
 
 def test_client_that_leaves(serve: Serve) -> None:
