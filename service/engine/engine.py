@@ -22,14 +22,9 @@ from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.prepare.fetch_inputs import fetch_inputs
-from layertap.service.engine.prepare.job_maker import JobMaker, refuse_picture
-from layertap.service.engine.prepare.planner import PlannedRequest, Planner, complete_texts
-from layertap.service.engine.prepare.preparation import (
-    list_pictures,
-    make_encoded_job,
-    make_job,
-    prepare_encoded,
-)
+from layertap.service.engine.prepare.job_maker import JobMaker, make_encoded_job, refuse_picture
+from layertap.service.engine.prepare.planned_request import PlannedRequest
+from layertap.service.engine.prepare.planner import Planner, complete_texts
 from layertap.service.engine.prepare.sources import count_taken_bytes, fill_tensors, plan_stages
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.engine.rows import Items
@@ -141,10 +136,7 @@ class Engine:
         ticket: Ticket,
         describe: Callable[[list[Job]], T],
     ) -> T:
-        if items:
-            jobs = await self._make_jobs(planned, items, tried, ticket)
-        else:
-            jobs = [make_job(planned, {}, tried.sent.faults, ticket)]
+        jobs = await self._make_jobs(planned, items, tried, ticket)
         return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
 
     async def run_jobs(self, jobs: list[Job], handle: ModelHandle, ticket: Ticket) -> list[Answer]:
@@ -258,9 +250,7 @@ class Engine:
         self, planned: PlannedRequest, items: Items, tried: _Tried, ticket: Ticket
     ) -> list[Answer]:
         """Decode items, run their rows, and return the jobs with their results."""
-        pictures = list_pictures(items)
-        if (prepared := prepare_encoded(planned, pictures)) is not None:
-            job = make_encoded_job(planned, prepared, pictures, tried.sent.faults, ticket)
+        if (job := make_encoded_job(planned, items, tried.sent.faults, ticket)) is not None:
             try:
                 return await self._run([job], ticket.deadline)
             except UndecodedError as error:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Response
 from layertap.models.errors import Fault, RequestError, escape
 from layertap.service.engine.collect.results import find_wrong_row
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.prepare.planner import PlannedRequest
+from layertap.service.engine.prepare.planned_request import PlannedRequest
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.features import Features, join_features
 from layertap.service.formats.buffers import Buffers

@@ -54,7 +54,7 @@ class ModelHandle:
     ``entry`` stays its own, even if the name means another version by now. ``error``: why it failed. ``answers``: all
     requests, only those that hold it, or none. ``rows``: admitted and unanswered ones; ``holders``: unfinished requests
     that hold it. ``isolated``: no requests may share a forward, so that a request's bits never vary. ``key``: the name
-    with a number that is unique in this process. ``plans`` and ``planned`` keep what requests used most recently.
+    with a number that is unique in this process. ``planned`` keeps what requests used most recently.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class ModelHandle:
         self.holders = 0
         self.last_used = time.monotonic()
         self.isolated = False
-        self.plans: LRUCache[Hashable, Any] = LRUCache(MAX_KEPT)
         self.planned: LRUCache[Hashable, Any] = LRUCache(MAX_KEPT)
         self.batch_keys: BatchKeys
         self.pace: Pace
@@ -388,9 +387,8 @@ class ModelHandle:
 
     def _forget_requests(self) -> None:
         """Keep nothing of what is known so far, nor what is being planned by it."""
-        self.plans.clear()
         self.planned.clear()  # what is in it refers to it
-        self.plans, self.planned = LRUCache(MAX_KEPT), LRUCache(MAX_KEPT)
+        self.planned = LRUCache(MAX_KEPT)
 
     def _set(self, state: ModelState) -> None:
         self.state = state

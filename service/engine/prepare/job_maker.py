@@ -1,123 +1,243 @@
-"""Makes jobs of decoded rows, planned again where they are not as predicted."""
+"""Makes jobs of items: decodes them, plans their rows again where they are not as predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, pairwise
 
+from torch import Tensor
+
+from layertap.models.capture.batch_slices import JoinedRows
 from layertap.models.catalog.catalog import CallCounts
-from layertap.models.errors import InputError, LayertapError, RequestError, TooLargeError
+from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.selection.plan import Plan
+from layertap.models.selection.poolings import POOLINGS
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.batch import Job, UndecodedError
 from layertap.service.engine.collect.joined_inputs import check_entries, list_entries
 from layertap.service.engine.deadline import RunInThread
-from layertap.service.engine.prepare.input_decoder import (
-    DecodedRows,
-    Faults,
-    InputDecoder,
-    join_decoded,
-    sort_faults,
-)
-from layertap.service.engine.prepare.planner import PlannedRequest, Planner
+from layertap.service.engine.execute.decode import normalize_rows, pad_texts
+from layertap.service.engine.limits import show_shapes
+from layertap.service.engine.prepare.planned_request import PlannedRequest
+from layertap.service.engine.prepare.planner import Planner
 from layertap.service.engine.prepare.predicted_rows import find_preprocessed_by
-from layertap.service.engine.prepare.preparation import make_job, runs_apart
 from layertap.service.engine.prepare.sources import prepare_sources
-from layertap.service.engine.rows import Items
+from layertap.service.engine.rows import (
+    Attempt,
+    CutRows,
+    Fetched,
+    ItemAttempts,
+    Items,
+    Rows,
+    get_row_shapes,
+    join_rows,
+)
 from layertap.service.engine.schedule.scheduler import Scheduler
+from layertap.service.errors import UnsupportedMediaError
+from layertap.service.inputs.items import TIFF_STARTS, ImageItem, LocalItem
 
 HINT = "send one shape a request"
+PAIRS = "some ids look like pairs, by their separators: all token types are 0 here, those of second texts too"
+Faults = tuple[Fault, ...]  # in the order of the inputs
+
+
+@dataclass(frozen=True)
+class DecodedRows:
+    """Rows of one shape, their items, and the first item's index in the request.
+
+    ``cut``: for texts, how many tokens each was truncated by; for pictures, whether pages were left out.
+    """
+
+    rows: dict[str, Tensor]
+    items: Sequence[Fetched] = ()
+    input_index: int = 0
+    cut: tuple[int, ...] = ()
 
 
 class JobMaker:
     """Makes jobs of items; for the event loop."""
 
     def __init__(self, scheduler: Scheduler, planner: Planner, run_in_thread: RunInThread, max_results: int) -> None:
-        self._decoder = InputDecoder(scheduler, run_in_thread)
+        self._scheduler = scheduler
         self._planner = planner
         self._run_in_thread = run_in_thread
         self._max_results = max_results
 
     async def make_jobs(self, planned: PlannedRequest, items: Items, faults: Faults, ticket: Ticket) -> list[Job]:
-        """The jobs of items, replanned if their rows are not as predicted.
+        """The jobs of items, replanned if their rows are not as predicted; without items a dry run's, which has none.
 
         Rows of one shape are one job. If shapes differ, or inputs have their own options, each input is a job, and
         those of one shape may share a batch: each is planned, numbered and answered as if alone. ``faults`` are of
         inputs left out before. RequestError, TooLargeError: no input is good, or one is bad and the request leaves
         none out.
         """
-        parts, faults = await self._decoder.decode(planned, items, faults, ticket)
-        return await self._make_jobs(planned, parts, faults, ticket)
-
-    async def _make_jobs(
-        self, planned: PlannedRequest, parts: Sequence[DecodedRows], faults: Faults, ticket: Ticket
-    ) -> list[Job]:
-        if len(parts) > 1 or runs_apart(planned.request):
-            plans = await self._plan_inputs(planned, parts, ticket.deadline)
-            good = [plan for plan in plans if isinstance(plan, PlannedRequest)]
-            if len(good) == len(parts):
-                make = partial(self._make_input_jobs, good, parts, faults, ticket)
-                return await self._run_in_thread(make, ticket.deadline)
-            leave_out = partial(_leave_out, planned, parts, plans, faults)
-            left, faults = await self._run_in_thread(leave_out, ticket.deadline)
-            return await self._make_jobs(planned, left, faults, ticket)
+        if not items:
+            return [make_job(planned, DecodedRows({}), faults, ticket)]
+        deadline, text = ticket.deadline, planned.inputs.text
+        with ticket.timings.step("decode"):
+            attempts = await self._decode(planned, items, deadline)
+            if text is not None:
+                pad = partial(pad_texts, items, attempts, text)
+                attempts = pad() if len(attempts) == 1 else await self._run_in_thread(pad, deadline)
+        parts, faults = _sort_attempts(planned, items, attempts, faults)
+        parts = await self._join(planned, parts, deadline)
+        while len(parts) > 1 or planned.apart:
+            plans, bad = await self._plan_inputs(planned, parts, deadline)
+            if not bad:
+                make = partial(self._make_input_jobs, plans, faults, ticket)
+                return await self._run_in_thread(make, deadline)
+            faults = _sort_faults(faults, bad)
+            if not plans:
+                raise RequestError.from_faults(faults)
+            parts = await self._join(planned, [part for _, part in plans], deadline)
         (part,) = parts
-        final = await self._planner.replan(planned, part.rows, part.items, ticket.deadline)
-        return [make_job(final, part.rows, faults, ticket, cut=part.cut)]
+        final = await self._planner.replan(planned, part.rows, part.items, deadline)
+        return [make_job(final, part, faults, ticket)]
 
-    async def _make_again(
-        self, plan: PlannedRequest, part: DecodedRows, number: int, faults: Faults, ticket: Ticket, counts: CallCounts
-    ) -> Job:
-        """The job of an input, the ``number``-th of its request, whose forward makes these numbers of calls."""
-        plan = await self._planner.replan_calls(plan, part.rows, counts, ticket.deadline)
-        return self._make_input_job(plan, part, number, faults, ticket)
+    async def _decode(self, planned: PlannedRequest, items: Items, deadline: float) -> list[Sequence[Attempt]]:
+        """The rows of each item in the scheduler's slots, or its errors."""
+        # Inputs that name another share its item, which is decoded once.
+        local = {id(item): item for _, item in items if not isinstance(item, LayertapError)}
+        groups = split_evenly([*local.values()], self._scheduler.slots, planned.handle.executor.max_decode_items)
+        decoded = dict(zip(local, await self._decode_groups(planned, groups, deadline), strict=True))
+        return [[item] if isinstance(item, LayertapError) else decoded[id(item)] for _, item in items]
 
-    def _make_input_job(
-        self, plan: PlannedRequest, part: DecodedRows, number: int, faults: Faults, ticket: Ticket
-    ) -> Job:
-        index = part.input_index
-        job = make_job(plan, part.rows, faults, ticket, first_row=number, input_index=index, cut=part.cut)
-        job.plan_again = partial(self._make_again, plan, part, number, faults, ticket)
-        return job
+    async def _decode_groups(
+        self, planned: PlannedRequest, groups: Sequence[Sequence[LocalItem]], deadline: float
+    ) -> Iterator[Sequence[Attempt]]:
+        decoding = [self._decode_group(planned, group, deadline) for group in groups]
+        decoded = [await decoding[0]] if len(decoding) == 1 else await asyncio.gather(*decoding)
+        return chain.from_iterable(decoded)
+
+    async def _decode_group(self, planned: PlannedRequest, items: Sequence[LocalItem], deadline: float) -> ItemAttempts:
+        handle, priority = planned.handle, planned.request.priority
+        decode = partial(self._scheduler.decode, handle.key, items, planned.inputs, priority, deadline)
+        attempts = await handle.ask_again(decode, deadline)
+        left = [[item] for item, of_item in zip(items, attempts, strict=True) if not of_item]
+        if not left:
+            return attempts
+        again = await self._decode_groups(planned, left, deadline)
+        return [of_item or next(again) for of_item in attempts]
+
+    async def _join(
+        self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float
+    ) -> Sequence[DecodedRows]:
+        if len(parts) == 1 or planned.apart:
+            return parts
+        return await self._run_in_thread(partial(_join_parts, parts, planned.inputs), deadline)
 
     async def _plan_inputs(
         self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float
-    ) -> list[PlannedRequest | LayertapError]:
-        """A plan for each input, or the error of its shape if the request leaves such inputs out.
+    ) -> tuple[list[tuple[PlannedRequest, DecodedRows]], list[Fault]]:
+        """A plan for each input, and the faults of those whose shape is refused, if the request leaves these out.
 
         One after another, because surveying a new shape blocks the model.
         """
-        plans: dict[object, PlannedRequest | LayertapError] = {}
-        keys = []
+        known: dict[object, PlannedRequest | LayertapError] = {}
+        plans, faults = [], []
         for part in parts:
-            kind = find_preprocessed_by(part.items, planned.inputs.for_shapes(part.shapes), part.shapes)
-            options = planned.request.input_options.get(part.input_index)
-            keys.append((part.shapes, kind, options, part.input_index if planned.inputs.text is not None else None))
-            if keys[-1] in plans:
-                continue
-            try:
-                of_input = replace(planned, input_index=part.input_index, kept=None)
-                plans[keys[-1]] = await self._planner.replan(of_input, part.rows, part.items, deadline)
-            except (RequestError, TooLargeError) as error:
-                skips = planned.request.on_error == "skip" and isinstance(error, (InputError, TooLargeError))
-                if not skips:
-                    raise error.of_input(part.input_index) from None
-                plans[keys[-1]] = error
-        return [plans[key] for key in keys]
+            index, shapes = part.input_index, get_row_shapes(part.rows)
+            kind = find_preprocessed_by(part.items, planned.inputs.for_shapes(shapes), shapes)
+            options = planned.request.input_options.get(index)
+            key = shapes, kind, options, index if planned.inputs.text is not None else None
+            if key not in known:
+                try:
+                    of_input = replace(planned, input_index=index, kept=None)
+                    known[key] = await self._planner.replan(of_input, part.rows, part.items, deadline)
+                except (RequestError, TooLargeError) as error:
+                    if planned.request.on_error == "fail" or not isinstance(error, (InputError, TooLargeError)):
+                        raise error.of_input(index) from None
+                    known[key] = error
+            plan = known[key]
+            if isinstance(plan, PlannedRequest):
+                plans.append((plan, part))
+            else:
+                faults.append(plan.to_fault(f"/inputs/{index}", index))
+        return plans, faults
 
     def _make_input_jobs(
-        self, plans: Sequence[PlannedRequest], parts: Sequence[DecodedRows], faults: Faults, ticket: Ticket
+        self, plans: Sequence[tuple[PlannedRequest, DecodedRows]], faults: Faults, ticket: Ticket
     ) -> list[Job]:
-        request, jobs = plans[0].request, []
-        for number, (plan, part) in enumerate(zip(plans, parts, strict=True)):
+        jobs = []
+        for number, (planned, part) in enumerate(plans):
             try:
-                _check(plan)
-                job = self._make_input_job(plan, part, number, faults, ticket)
+                _check_apart(planned)
+                jobs.append(self._make_input_job(planned, part, number, faults, ticket))
             except (RequestError, TooLargeError) as error:
                 raise error.of_input(part.input_index) from None
-            jobs.append(job)
-        check_entries(list_entries(jobs), len(jobs), request.reply, self._max_results)
+        check_entries(list_entries(jobs), len(jobs), plans[0][0].request.reply, self._max_results)
         return prepare_sources(jobs)
+
+    def _make_input_job(
+        self, planned: PlannedRequest, part: DecodedRows, number: int, faults: Faults, ticket: Ticket
+    ) -> Job:
+        """The job of an input, the ``number``-th of its request."""
+
+        async def plan_again(counts: CallCounts) -> Job:
+            again = await self._planner.replan_calls(planned, part.rows, counts, ticket.deadline)
+            return self._make_input_job(again, part, number, faults, ticket)
+
+        job = make_job(planned, part, faults, ticket)
+        job.first_row, job.input_index, job.plan_again = number, part.input_index, plan_again
+        return job
+
+
+def make_encoded_job(planned: PlannedRequest, items: Items, faults: Faults, ticket: Ticket) -> Job | None:
+    """The job of pictures that their batch decodes; None if they must be decoded first.
+
+    These are also TIFFs, which may be cut, and repeated pictures, which are decoded once.
+    """
+    pictures: list[ImageItem] = []
+    for _, item in items:
+        if type(item) is not ImageItem or item.data.startswith(TIFF_STARTS):
+            return None
+        pictures.append(item)
+    rows = len(pictures)
+    if rows != planned.rows or not planned.decodes_in_batch or (rows > 1 and len(set(map(id, pictures))) < rows):
+        return None
+    return Job(
+        planned.prepared,
+        rows,
+        planned.request.priority,
+        ticket.deadline,
+        encoded=tuple(pictures),
+        joined=JoinedRows(rows) if rows > 1 else None,
+        timings=ticket.timings,
+        faults=faults,
+    )
+
+
+def make_job(planned: PlannedRequest, part: DecodedRows, faults: Faults, ticket: Ticket) -> Job:
+    """The job of decoded rows, or, in a dry run, of none; any thread may call it.
+
+    TooLargeError, InputError: as of ``PlannedRequest.prepare``, or if a result would count padding.
+    """
+    rows, model_text, text = part.rows, planned.handle.model.text, planned.tower.text
+    own_positions = model_text is not None and planned.resumption is None and model_text.numbers(rows)
+    prepared = planned.prepare(own_positions=True) if own_positions else planned.prepared
+    if text is None and (mask := rows.get(planned.tower.mask or "")) is not None:
+        _check_padding(planned.plan, mask)
+    tokens = 0  # without padding
+    if rows and text is not None and text.takes_text:
+        tokens = rows[text.ids].numel() if text.mask is None else int(rows[text.mask].count_nonzero())
+    return Job(
+        prepared,
+        planned.rows,
+        planned.request.priority,
+        ticket.deadline,
+        rows,
+        joined=JoinedRows(planned.rows),
+        timings=ticket.timings,
+        faults=faults,
+        tokens=tokens,
+        cut=part.cut,
+        warnings=(PAIRS,) if text and text.count_pairs(rows) else (),
+    )
 
 
 def refuse_picture(items: Items, error: UndecodedError) -> Items:
@@ -126,26 +246,65 @@ def refuse_picture(items: Items, error: UndecodedError) -> Items:
     return [(index, error.refusal if row == refused else item) for row, (index, item) in enumerate(items)]
 
 
-def _leave_out(
-    planned: PlannedRequest,
-    parts: Sequence[DecodedRows],
-    plans: Sequence[PlannedRequest | LayertapError],
-    before: Faults,
+def split_evenly(items: Sequence[LocalItem], slots: int, limit: int) -> list[Sequence[LocalItem]]:
+    """Split items into groups of at most ``limit``, equally many for each slot, so that all slots end together."""
+    rounds = math.ceil(len(items) / (slots * limit))
+    count = min(slots * rounds, len(items))
+    bounds = [len(items) * group // max(count, 1) for group in range(count + 1)]
+    return [items[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _sort_attempts(
+    planned: PlannedRequest, items: Items, attempts: Sequence[Sequence[Attempt]], before: Faults
 ) -> tuple[Sequence[DecodedRows], Faults]:
-    """The inputs without those that the model does not take; RequestError if none is left."""
-    left, faults = [], []
-    for part, plan in zip(parts, plans, strict=True):
-        if isinstance(plan, LayertapError):
-            faults.append(plan.to_fault(f"/inputs/{part.input_index}", part.input_index))
-        else:
-            left.append(part)
-    every = sort_faults(before, faults)
-    if not left:
+    """The rows of all good inputs, and the faults of the others, added to those there are.
+
+    RequestError, TooLargeError: no input is good, or one is bad and the request leaves none out.
+    """
+    request, inputs = planned.request, planned.inputs
+    parts: list[DecodedRows] = []
+    faults: list[Fault] = []
+    for (first, item), of_item in zip(items, attempts, strict=True):
+        for index, attempt in enumerate(of_item, first):  # an item that is a batch may have several inputs
+            if isinstance(attempt, LayertapError):
+                faults.append(attempt.to_fault(f"/inputs/{index}", index))
+                if request.on_error == "fail" and isinstance(attempt, (TooLargeError, UnsupportedMediaError)):
+                    raise type(attempt).from_faults(faults[-1:])
+                continue
+            shapes = get_row_shapes(attempt)
+            if request.resume is not None and inputs.text is None and shapes != inputs.shapes:
+                detail = f"an output of {inputs.specs[0].name!r} has another shape than {show_shapes(shapes)}"
+                faults.append(Fault(detail, f"send shape {show_shapes(inputs.shapes)}", input=index))
+                continue
+            cut = (attempt.cut,) if isinstance(attempt, CutRows) else ()
+            parts.append(DecodedRows(dict(attempt), (item,), index, cut))
+    every = _sort_faults(before, faults)
+    if every and (request.on_error == "fail" or not parts):
         raise RequestError.from_faults(every)
-    return left if runs_apart(planned.request) else join_decoded(left, planned.inputs), every
+    return parts, every
 
 
-def _check(planned: PlannedRequest) -> None:
+def _join_parts(parts: Sequence[DecodedRows], inputs: ModelInputs) -> Sequence[DecodedRows]:
+    """All rows of a request in one part if they have one shape, else unchanged.
+
+    If only some are arrays, pictures are normalised first: one tensor has one dtype.
+    """
+    if len({get_row_shapes(part.rows) for part in parts}) > 1:
+        return parts
+    rows: Sequence[Rows] = [part.rows for part in parts]
+    if len({tuple(value.dtype for value in each.values()) for each in rows}) > 1:
+        rows = [normalize_rows(each, inputs) for each in rows]
+    items = [item for part in parts for item in part.items]
+    cut = chain.from_iterable(part.cut or (0,) * len(next(iter(part.rows.values()))) for part in parts)
+    return [DecodedRows(join_rows(rows), items, parts[0].input_index, tuple(cut))]
+
+
+def _sort_faults(before: Faults, more: Sequence[Fault]) -> Faults:
+    """All faults in the order of the inputs."""
+    return tuple(sorted((*before, *more), key=lambda fault: fault.input or 0)) if more else before
+
+
+def _check_apart(planned: PlannedRequest) -> None:
     """RequestError if an input can't be answered beside inputs of other shapes."""
     request, catalog = planned.request, planned.catalog
     if request.isolated and catalog.batches and catalog.crosses_rows:
@@ -159,3 +318,14 @@ def _check(planned: PlannedRequest) -> None:
         raise RequestError(detail, hint="leave 'verify' out, or its interventions")
     if request.probe:
         raise RequestError("these inputs have no probe in common", hint=f"{HINT}, or leave 'probe' out")
+
+
+def _check_padding(plan: Plan, mask: Tensor) -> None:
+    """InputError if rows have padding that a result would count, since its entries are of several tokens."""
+    if bool(mask.all()):
+        return
+    for capture in plan.captures:
+        pool = capture.reduction.pool if capture.reduction.stats is None else "stats"
+        if capture.info.merges_tokens and (pool == "stats" or POOLINGS[pool].combines):
+            detail = f"entries of {capture.point.escaped_text} are of several tokens, so {pool} would count padding"
+            raise InputError(detail, hint='use "pool": "none", or send each input without padding, alone')

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 
@@ -26,7 +26,7 @@ from layertap.models.selection.hook_points import Selector
 from layertap.models.selection.plan import Capture, Plan, Result
 from layertap.models.selection.projections import check_work
 from layertap.models.selection.selectors import parse_selector
-from layertap.models.spec import Preprocessed, Shapes
+from layertap.models.spec import Shapes
 from layertap.service.engine.deadline import RunInThread, wait_until
 from layertap.service.engine.limits import (
     check_count,
@@ -36,13 +36,13 @@ from layertap.service.engine.limits import (
     show_shapes,
 )
 from layertap.service.engine.models.model_handle import ModelHandle
+from layertap.service.engine.prepare.planned_request import Fingerprints, PlannedRequest
 from layertap.service.engine.prepare.predicted_rows import (
     PredictedRows,
     find_preprocessed_by,
     is_reshaped,
     predict_rows,
 )
-from layertap.service.engine.prepared_request import NO_PLAN, PreparedRequest
 from layertap.service.engine.request import MAX_LAYERS, ExtractRequest, SentInputs
 from layertap.service.engine.rows import Rows, get_row_shapes
 from layertap.service.engine.threads import run_if_long
@@ -53,41 +53,6 @@ from layertap.service.settings import Settings
 log = logging.getLogger("layertap")
 SMALL = 8  # pixels or tokens: axes no longer than this may have that size for any input
 GROWTH = 0.75  # of the growth of a row: borders and rounding take some of it
-Fingerprints = Mapping[str, str]  # of results, by key
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlannedRequest:
-    """A request with its plan, by what is known of its rows so far.
-
-    The plan has the options of the input at ``input_index``. ``inputs`` describes the rows, which may be outputs of a
-    layer; ``tower`` is the part of it that these rows have, if the model has two towers. ``catalog`` was measured with
-    rows of ``catalog_shapes``, None if the rows have a shape that is not surveyed yet. ``identity`` is the model's part
-    of the fingerprints. ``nbytes`` estimates the memory of rows and results. ``kept``: where it is kept
-    for others that ask the same, of the model as it was known then; ``prepared`` is what was made of it.
-    """
-
-    request: ExtractRequest
-    input_index: int
-    handle: ModelHandle
-    inputs: ModelInputs
-    tower: ModelInputs
-    resumption: Resumption | None
-    catalog: Catalog
-    catalog_shapes: Shapes | None
-    identity: str
-    preprocessed: Preprocessed
-    shapes: Shapes
-    rows: int
-    plan: Plan = NO_PLAN
-    fingerprints: Fingerprints = field(default_factory=dict)
-    nbytes: int = 0
-    kept: LRUCache[Hashable, PlannedRequest] | None = None
-    prepared: dict[Hashable, PreparedRequest | None] = field(init=False, default_factory=dict)
-
-    def with_inputs_apart(self) -> PlannedRequest:
-        """The same with a job for each input, which may go its own way."""
-        return replace(self, request=replace(self.request, apart=True), kept=None)
 
 
 class Planner:
@@ -118,10 +83,11 @@ class Planner:
         self._planning[kept, key] = answer = asyncio.get_running_loop().create_future()
         try:
             planned = await self._plan(request, sent, handle, deadline)
-            if len(planned.plan.results) <= MAX_LAYERS:
+            repeats = planned.catalog.traits.deterministic  # other results get a new fingerprint each time
+            if repeats and len(planned.plan.results) <= MAX_LAYERS:
                 planned = replace(planned, kept=kept)
                 kept.put(key, planned)
-            answer.set_result(planned)
+            answer.set_result(planned if repeats else None)
             return planned
         finally:
             del self._planning[kept, key]
@@ -131,15 +97,13 @@ class Planner:
     async def _plan(
         self, request: ExtractRequest, sent: SentInputs, handle: ModelHandle, deadline: float
     ) -> PlannedRequest:
-        model = handle.model
+        model, items = handle.model, [item for _, item in sent.items]
         input_index = sent.items[0][0] if sent.items else 0
-        items = [item for _, item in sent.items]
         resumption: Resumption | None = None
-        if request.resume is None:
-            inputs = tower = model.model_inputs
-        else:
+        inputs = tower = model.model_inputs
+        if request.resume is not None:
             tower = find_tower(model, [request.resume])
-            resumption = await self._resume(request.resume, handle, tower.shapes, model.get_catalog(tower), deadline)
+            resumption = await self._resume(request.resume, handle, tower.shapes, deadline)
             inputs = tower.replace_by_output(resumption.takes)
         rows = predict_rows(items, inputs)
         request = await self._name_embedding(request, handle, rows.tower if resumption is None else tower, deadline)
@@ -148,7 +112,6 @@ class Planner:
             catalog, catalog_shapes = await self._choose_catalog(request.for_input(input_index), handle, rows, deadline)
         else:
             catalog, catalog_shapes = resumption.catalog, inputs.shapes
-        preprocessed = find_preprocessed_by(items, rows.tower, rows.shapes)
         planned = PlannedRequest(
             request=request,
             input_index=input_index,
@@ -158,21 +121,15 @@ class Planner:
             resumption=resumption,
             catalog=catalog,
             catalog_shapes=catalog_shapes,
-            identity=_identify(request, model, rows.tower, preprocessed, rows.shapes),
-            preprocessed=preprocessed,
+            preprocessed=find_preprocessed_by(items, rows.tower, rows.shapes),
             shapes=rows.shapes,
             rows=rows.count,
+            apart=bool(request.input_options),
         )
-        lengths = _assume_lengths(rows.tower) if items else None
-        plan, fingerprints = await self._get_plan(planned, lengths, deadline)
+        planned = await self._complete(planned, _assume_lengths(rows.tower) if items else None, deadline)
         if request.verify:
-            verification.check_possible(plan, catalog)
-        likely = plan
-        if rows.shapes != catalog_shapes:
-            likely = await self._scale(plan, rows.shapes, rows.tower, deadline)
-        check_reply_size(likely, rows.count, request.reply)
-        nbytes = likely.nbytes(rows.count) + rows.nbytes
-        return replace(planned, plan=plan, fingerprints=fingerprints, nbytes=nbytes)
+            verification.check_possible(planned.plan, catalog)
+        return replace(planned, nbytes=planned.nbytes + rows.nbytes)
 
     async def replan(
         self, planned: PlannedRequest, rows: Rows, items: Sequence[object], deadline: float
@@ -183,7 +140,7 @@ class Planner:
         lengths = await self._measure_lengths(rows, tower, deadline) if tower.text is not None else None
         if planned.kept is None:
             return await self._replan(planned, rows, items, tower, lengths, deadline)
-        key = planned, shapes, len(next(iter(rows.values()))), lengths.kept if lengths is not None else None
+        key = planned, shapes, len(next(iter(rows.values()))), _describe_lengths(planned.request, lengths)
         if (found := planned.kept.get(key)) is None:
             found = await self._replan(planned, rows, items, tower, lengths, deadline)
             planned.kept.put(key, found)
@@ -191,67 +148,64 @@ class Planner:
 
     async def _replan(
         self,
-        planned: PlannedRequest,
+        before: PlannedRequest,
         rows: Rows,
         items: Sequence[object],
         tower: ModelInputs,
         lengths: TextLengths | None,
         deadline: float,
     ) -> PlannedRequest:
-        request, handle, inputs, before = planned.request, planned.handle, planned.inputs, planned
-        model, count, shapes = handle.model, len(next(iter(rows.values()))), get_row_shapes(rows)
-        preprocessed = find_preprocessed_by(items, tower, shapes)
-        identity = _identify(request, model, tower, preprocessed, shapes)
-        planned = replace(planned, tower=tower, identity=identity, preprocessed=preprocessed, shapes=shapes, rows=count)
-        if shapes != planned.catalog_shapes:
-            model_shapes = _get_model_shapes(rows, planned.resumption, inputs)
-            if model.catalogs.get_catalog(model_shapes) is None:  # a request that is refused anyway needs no survey
-                likely = planned.plan
-                if lengths is not None:
-                    likely, _ = await self._get_plan(planned, lengths, deadline)
-                check_reply_size(await self._scale(likely, shapes, tower, deadline), count, request.reply)
-            functions = request.resume is None and needs_functions(request)
-            catalog = await self.survey(handle, model_shapes, deadline, functions=functions)
-            resumption = planned.resumption
-            if request.resume is not None:
-                resumption = await self._resume(request.resume, handle, model_shapes, catalog, deadline)
-                catalog = resumption.catalog
-            planned = replace(planned, resumption=resumption, catalog=catalog, catalog_shapes=shapes)
-        known = planned.catalog is before.catalog and lengths is None and identity == before.identity
-        if not known or request.input_options:
-            plan, fingerprints = await self._get_plan(planned, lengths, deadline)
-            planned = replace(planned, plan=plan, fingerprints=fingerprints)
-        check_reply_size(planned.plan, count, request.reply)
-        return planned
+        request, handle, shapes = before.request, before.handle, get_row_shapes(rows)
+        preprocessed, count = find_preprocessed_by(items, tower, shapes), len(next(iter(rows.values())))
+        planned = replace(before, tower=tower, preprocessed=preprocessed, shapes=shapes, rows=count)
+        if shapes != before.catalog_shapes:
+            model_shapes = _get_model_shapes(rows, before.resumption, before.inputs)
+            if handle.model.catalogs.get_catalog(model_shapes) is None:
+                await self._complete(planned, lengths, deadline)  # a request that is refused anyway needs no survey
+            if request.resume is None:
+                functions = needs_functions(request)
+                catalog = await self.survey(handle, model_shapes, deadline, functions=functions)
+                planned = replace(planned, catalog=catalog, catalog_shapes=shapes)
+            else:
+                resumption = await self._resume(request.resume, handle, model_shapes, deadline)
+                planned = replace(planned, resumption=resumption, catalog=resumption.catalog, catalog_shapes=shapes)
+        elif (before.shapes, before.preprocessed, None) == (
+            shapes,
+            preprocessed,
+            lengths,
+        ) and not request.input_options:
+            check_reply_size(planned.plan, count, request.reply)
+            return planned
+        return await self._complete(planned, lengths, deadline)
 
     async def replan_calls(
         self, planned: PlannedRequest, rows: Rows, counts: CallCounts, deadline: float
     ) -> PlannedRequest:
         """The plan for rows whose forward makes these numbers of calls; RequestError, TooLargeError."""
-        planned = replace(planned, catalog=planned.catalog.with_calls(counts))
         lengths = await self._measure_lengths(rows, planned.tower, deadline)
-        plan, fingerprints = await self._get_plan(planned, lengths, deadline)
-        check_reply_size(plan, planned.rows, planned.request.reply)
-        return replace(planned, plan=plan, fingerprints=fingerprints)
+        return await self._complete(replace(planned, catalog=planned.catalog.with_calls(counts)), lengths, deadline)
 
-    async def _get_plan(
-        self, planned: PlannedRequest, lengths: TextLengths | None, deadline: float
-    ) -> tuple[Plan, Fingerprints]:
-        """The plan of a request's input by its catalogue; RequestError, TooLargeError."""
-        request, catalog, identity = planned.request.for_input(planned.input_index), planned.catalog, planned.identity
-        # Without numbered tokens, the only property of lengths that a plan uses is how many positions are kept.
-        key = id(catalog), identity, request.selectors, lengths.kept if lengths is not None else None
-        plans = planned.handle.plans
-        if request.is_small and (kept := plans.get(key)) is not None:
-            return kept[1], kept[2]
-        make = partial(_make_plan, request, planned, lengths, self._settings.max_results)
-        try:
+    async def _complete(self, planned: PlannedRequest, lengths: TextLengths | None, deadline: float) -> PlannedRequest:
+        """A request with the plan by its catalogue, and the bytes of its results; RequestError, TooLargeError.
+
+        Results are taken to be as large as they are at least, if the catalogue is one of another shape.
+        """
+        request, catalog, kept = planned.request, planned.catalog, planned.handle.planned
+        identity = _identify(planned)
+        key = id(catalog), identity, request.selectors, _describe_lengths(request, lengths)
+        if request.is_small and (found := kept.get(key)) is not None:
+            _, plan, fingerprints = found
+        else:
+            make = partial(_make_plan, planned, identity, lengths, self._settings.max_results)
             plan, fingerprints = await self._run_in_thread(make, deadline)
-        except RequestError as error:
-            raise planned.request.locate(error, planned.input_index) from None
-        if request.is_small and len(plan.results) <= MAX_LAYERS:
-            plans.put(key, (catalog, plan, fingerprints))  # keeps the catalogue alive, and its id unique
-        return plan, fingerprints
+            if request.is_small and len(plan.results) <= MAX_LAYERS:
+                kept.put(key, (catalog, plan, fingerprints))  # keeps the catalogue alive, and its id unique
+        likely = plan
+        if planned.shapes != planned.catalog_shapes:
+            scale = partial(_scale_plan, plan, planned.shapes, planned.tower)
+            likely = await self._run_in_thread(scale, deadline)
+        check_reply_size(likely, planned.rows, request.reply)
+        return replace(planned, plan=plan, fingerprints=fingerprints, nbytes=likely.nbytes(planned.rows))
 
     async def survey(self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
         """The catalogue of a shape, measured if it is not known; with ``functions`` also what functions return."""
@@ -286,24 +240,15 @@ class Planner:
         self, request: ExtractRequest, handle: ModelHandle, rows: PredictedRows, deadline: float
     ) -> tuple[Catalog, Shapes | None]:
         """The catalogue to plan rows by and the shape that it was measured with; None if theirs is not surveyed yet."""
-        model, tower = handle.model, rows.tower
-        catalog = model.get_catalog(tower)
-        shapes: Shapes | None = tower.shapes
-        if tower.text is None:  # a text's length is measured later
-            known = model.catalogs.get_catalog(rows.shapes) if rows.uniform else None
-            catalog, shapes = (known, rows.shapes) if known else (catalog.unsized, None)
-            if shapes is None and rows.uniform and _names_unseen_calls(request, catalog):
-                catalog, shapes = await self.survey(handle, rows.shapes, deadline), rows.shapes
-        if needs_functions(request):
-            catalog = await self.survey(handle, shapes or tower.shapes, deadline, functions=True)
-            catalog = catalog if shapes else model.get_catalog(tower).unsized
-        return catalog, shapes
-
-    async def _scale(self, plan: Plan, shapes: Shapes, tower: ModelInputs, deadline: float) -> Plan:
-        """A plan for the configured shape with sizes scaled to rows of another shape, as lower bounds."""
-        if tower.text is not None:  # the mask shows which tokens are not padding, and the plan accounts for it
-            shapes = tuple(map(min, shapes, tower.shapes))
-        return await self._run_in_thread(partial(_scale_plan, plan, shapes, tower.shapes), deadline)
+        model, tower, functions = handle.model, rows.tower, needs_functions(request)
+        shapes = tower.shapes if tower.text is not None else rows.shapes  # a text's length is measured later
+        if rows.uniform or tower.text is not None:
+            known = model.catalogs.get_catalog(shapes) is not None
+            if known or _names_unseen_calls(request, model.get_catalog(tower)):
+                return await self.survey(handle, shapes, deadline, functions=functions), shapes
+        if functions:
+            await self.survey(handle, tower.shapes, deadline, functions=True)
+        return model.get_catalog(tower).unsized, None
 
     async def _measure_lengths(self, rows: Rows, tower: ModelInputs, deadline: float) -> TextLengths | None:
         """The token counts of the texts in rows; None for rows that are not of texts."""
@@ -313,12 +258,9 @@ class Planner:
         numbers = sum([value.numel() for value in rows.values()])
         return await run_if_long(self._run_in_thread, measure, deadline, checked_numbers=numbers)
 
-    async def _resume(
-        self, start: Selector, handle: ModelHandle, shapes: Shapes, catalog: Catalog, deadline: float
-    ) -> Resumption:
+    async def _resume(self, start: Selector, handle: ModelHandle, shapes: Shapes, deadline: float) -> Resumption:
         """How forwards of a shape continue from a layer; RequestError."""
-        if start.function is not None:
-            catalog = await self.survey(handle, shapes, deadline, functions=True)
+        catalog = await self.survey(handle, shapes, deadline, functions=start.function is not None)
         try:
             find = partial(find_start, start, catalog)  # a glob may take long
             return await handle.verify_resumption(await self._run_in_thread(find, deadline), shapes, deadline)
@@ -327,17 +269,18 @@ class Planner:
 
 
 def _make_plan(
-    request: ExtractRequest, planned: PlannedRequest, lengths: TextLengths | None, max_results: int
+    planned: PlannedRequest, identity: str, lengths: TextLengths | None, max_results: int
 ) -> tuple[Plan, Fingerprints]:
-    """The plan of a request, by what is known of its rows; belongs in a thread.
+    """The plan of a request's input, by what is known of its rows; belongs in a thread.
 
-    RequestError, whose pointers count the selectors as they were sent; TooLargeError for more results than allowed.
+    RequestError, whose pointers are those of the request as it was sent; TooLargeError for more results than allowed.
     """
-    catalog, projections = planned.catalog, planned.handle.model.projections
+    request, catalog = planned.request.for_input(planned.input_index), planned.catalog
     indexes: dict[Selector, int] = {}
     for index, selector in enumerate(request.selectors):
         indexes.setdefault(selector, index)
     check_results(len(indexes), max_results)  # each valid selector gives at least one result
+    projections = planned.handle.model.projections
     try:
         plan = make_plan(tuple(indexes), catalog, request.interventions, request.objective, lengths, projections)
     except RequestError as error:
@@ -345,26 +288,22 @@ def _make_plan(
         error.faults = tuple(
             replace(fault, pointer=pointers.get(fault.pointer or "", fault.pointer)) for fault in error.faults
         )
-        raise
+        raise planned.request.locate(error, planned.input_index) from None
     check_results(len(plan.results), max_results)
     check_work(plan.list_projections())
-    return plan, _digest_results(plan, catalog, planned.identity)
-
-
-def _digest_results(plan: Plan, catalog: Catalog, identity: str) -> Fingerprints:
     changes = fingerprint.digest_changes(plan.resolved_interventions, catalog.start)
-    gradient_changes = None
+    of_gradients = None
     if plan.objective:
-        gradient_changes = fingerprint.digest_changes((*plan.resolved_interventions, plan.objective), catalog.start)
+        of_gradients = fingerprint.digest_changes((*plan.resolved_interventions, plan.objective), catalog.start)
 
     def digest(capture: Capture) -> str:
-        depends_on = gradient_changes if capture.point.site in GRADIENTS else changes
+        depends_on = of_gradients if capture.point.site in GRADIENTS else changes
         of_text, layout = bool(capture.info.token_axes), fingerprint.describe_layout(capture.info)
         return fingerprint.digest_result(
             identity, capture.point, capture.reduction, depends_on, of_text=of_text, layout=layout
         )
 
-    return {result.key: digest(result.capture) for result in plan.results}
+    return plan, {result.key: digest(result.capture) for result in plan.results}
 
 
 def find_tower(model: ModelInfo, selectors: Iterable[Selector]) -> ModelInputs:
@@ -448,15 +387,19 @@ def _describe_kind(item: InputItem, inputs: ModelInputs) -> Hashable:
     return item.may_batch, item.by_name, *((name, each.dtype.str, each.shape) for name, each in item.arrays.items())
 
 
-def _identify(
-    request: ExtractRequest, model: ModelInfo, tower: ModelInputs, preprocessed: Preprocessed, shapes: Shapes
-) -> str:
+def _identify(planned: PlannedRequest) -> str:
     """The model's part of the fingerprints of rows of a shape."""
-    identity, prompt = model.identity, find_prompt(request, model)
+    model, tower, shapes = planned.handle.model, planned.tower, planned.shapes
+    identity, prompt = model.identity, find_prompt(planned.request, model)
     if model.text and prompt != model.text.default_prompt:
         identity = fingerprint.digest_prompt(identity, prompt)
     reshaped = shapes if is_reshaped(tower, shapes) else None
-    return fingerprint.digest_rows(identity, preprocessed, reshaped, tower.tower)
+    return fingerprint.digest_rows(identity, planned.preprocessed, reshaped, tower.tower)
+
+
+def _describe_lengths(request: ExtractRequest, lengths: TextLengths | None) -> Hashable:
+    """What a plan depends on of the lengths of texts: if no tokens are numbered, only how many positions are kept."""
+    return lengths.kept if lengths is not None and request.is_small else lengths
 
 
 def _assume_lengths(tower: ModelInputs) -> TextLengths | None:
@@ -475,14 +418,16 @@ def _get_model_shapes(rows: Rows, resumption: Resumption | None, inputs: ModelIn
     return tuple((tokens,) for _ in resumption.inputs)
 
 
-def _scale_plan(plan: Plan, shapes: Shapes, known: Shapes) -> Plan:
-    """A plan for rows of another shape, with sizes that err low.
+def _scale_plan(plan: Plan, shapes: Shapes, tower: ModelInputs) -> Plan:
+    """A plan for the configured shape with sizes scaled to rows of another shape, as lower bounds.
 
     Maps grow with the picture; results that are pooled, or are statistics, keep their size. For smaller rows every
     other result counts as a single number. Of several inputs the one that grew least counts, because it is not known
     which layers see which.
     """
-    ratio = min(prod(new) / prod(old) for new, old in zip(shapes, known, strict=True))
+    ratio = min(prod(new) / prod(old) for new, old in zip(shapes, tower.shapes, strict=True))
+    if tower.text is not None:  # the mask shows which tokens are not padding, and the plan accounts for it
+        ratio = min(ratio, 1.0)
     if ratio >= 1 and ratio * GROWTH <= 1:
         return plan
     return replace(plan, results=tuple(_scale_result(result, ratio) for result in plan.results))

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from layertap.service.engine.prepare.input_decoder import split_evenly
+from layertap.service.engine.prepare.job_maker import split_evenly
 from layertap.service.inputs.items import ImageItem
 from tests.service.conftest import Serve
 from tests.service.queue_harness import extract_request, post, random_rows, serving_nets
