@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import prod
 
 from layertap.models.errors import TooLargeError
@@ -10,7 +9,6 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.selection.plan import Plan, Result
 from layertap.models.selection.statistics import list_columns
 from layertap.models.spec import Shapes
-from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.request import ReplyOptions
 from layertap.service.pictures.panels import ResultInfo
 from layertap.service.pictures.sheet import check_sheet
@@ -40,7 +38,7 @@ def check_reply_size(plan: Plan, rows: int, reply: ReplyOptions) -> None:
 
     Called before any forward, with the sizes that the plan predicts.
     """
-    check_sizes([plan.count_numbers(rows)], [plan.nbytes(rows)], rows, reply)
+    check_sizes(plan.count_numbers(rows), plan.nbytes(rows), rows, reply)
     if reply.format.is_picture:
         check_sheet([_outline_result(result, rows) for result in plan.results], reply.tiles)
 
@@ -64,35 +62,13 @@ def _outline_result(result: Result, rows: int) -> ResultInfo:
     )
 
 
-def check_sizes(numbers: Iterable[int], nbytes: Iterable[int], rows: int, reply: ReplyOptions) -> None:
-    """TooLargeError if a reply with these counts of numbers and bytes would exceed its limit."""
-    if reply.max_bytes is None:
-        return
-    size = reply.format.estimate_bytes(reply.encoding, sum(numbers), sum(nbytes))
-    if size > reply.max_bytes:
+def check_sizes(numbers: int, nbytes: int, rows: int, reply: ReplyOptions) -> None:
+    """TooLargeError if a reply with so many numbers and bytes would exceed its limit."""
+    size = reply.format.estimate_bytes(reply.encoding, numbers, nbytes)
+    if reply.max_bytes is not None and size > reply.max_bytes:
         raise TooLargeError(
             f"the reply would have about {size} bytes, the limit is {reply.max_bytes}",
             hint="pool the layers, or ask for fewer" + (", or send fewer inputs at once" if rows > 1 else ""),
-        )
-
-
-def check_graph(plan: Plan, key: BatchKey) -> None:
-    """TooLargeError if not even the autograd graph of one row fits in memory."""
-    if plan.has_graph and key.costs.row_bytes > key.max_bytes:
-        raise TooLargeError(
-            f"a forward of one row that keeps its graph takes about {key.costs.row_bytes} bytes, "
-            f"the limit is {key.max_bytes}",
-            hint="ask for outputs, without gradients, or send a smaller input",
-        )
-
-
-def check_batch(rows: int, key: BatchKey) -> None:
-    """TooLargeError if rows that must share a forward exceed the limit of a forward."""
-    if rows > key.max_rows:
-        raise TooLargeError(
-            f"rows of this model affect each other, and 'isolated' makes one batch of them: these are {rows}, "
-            f"the limit is {key.max_rows}",
-            hint="send fewer inputs at once, or leave 'isolated' out: each then runs alone",
         )
 
 

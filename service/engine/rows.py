@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from torch import Tensor
 
@@ -22,7 +21,7 @@ Items = Sequence[tuple[int, Fetched]]  # with their indexes in the request
 class CutRows(dict[str, Tensor]):
     """The row of a text or picture; ``cut`` is the number of tokens that were truncated, 1 if pages were left out."""
 
-    def __init__(self, rows: Rows = MappingProxyType({}), cut: int = 0) -> None:
+    def __init__(self, rows: Rows, cut: int = 0) -> None:
         super().__init__(rows)
         self.cut = cut
 

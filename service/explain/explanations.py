@@ -92,8 +92,8 @@ async def _explain(engine: Engine, request: ExtractRequest, sent: SentInputs, ti
                 part = await _make_maps(engine, asked, sent, ticket, work, count)
             ticket.reserve_bytes(part.nbytes)
             made = part if made is None else merge_results(made, part, fingerprint.digest_reply)
-            arrays = made.arrays.values()
-            check_sizes((each.size for each in arrays), (each.nbytes for each in arrays), made.rows, request.reply)
+            nbytes = sum(each.nbytes for each in made.arrays.values())
+            check_sizes(made.numbers, nbytes, made.rows, request.reply)
     if made is None:
         raise ValueError("the request names no method")
     return made

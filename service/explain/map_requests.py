@@ -13,7 +13,7 @@ from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Class, Explanation, InputBaseline, Method, Objective
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, check_changed_inputs
-from layertap.service.engine.prepare.predicted_rows import count_numbers, predict_rows
+from layertap.service.engine.execute.item_rows import count_numbers, predict_rows
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.explain.explanation_methods import METHODS, MethodSpec
 from layertap.service.pictures.panels import ResultInfo

@@ -22,8 +22,8 @@ from layertap.models.selection.hook_points import Embedding, Selector
 from layertap.models.spec import InputSpec
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
+from layertap.service.engine.execute.item_rows import predict_rows
 from layertap.service.engine.prepare.planner import find_tower
-from layertap.service.engine.prepare.predicted_rows import predict_rows
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.features import Array, Features
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem, TokensItem

@@ -28,10 +28,10 @@ from layertap.service.engine.batch import Job, Results
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.results import collect_features, make_receipt
 from layertap.service.engine.engine import Answer, Engine
+from layertap.service.engine.execute.item_rows import predict_rows
 from layertap.service.engine.limits import check_count, check_results, check_sizes
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.prepare.planner import find_model, needs_functions
-from layertap.service.engine.prepare.predicted_rows import predict_rows
 from layertap.service.engine.prepare.sources import count_taken_bytes, fill_tensors, prepare_sources
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import NotAcceptableError
@@ -241,7 +241,7 @@ def _plan_work(
     counts = [each.count(sweep) for each in inputs]
     count, numbers = sum(counts), sum(counts) + len(inputs)
     check_changed_inputs(count, sum(map(bool, counts)), plan.settings, f"try {SMALLER}")
-    check_sizes([numbers], [4 * numbers], len(inputs), request.reply)
+    check_sizes(numbers, 4 * numbers, len(inputs), request.reply)
     seconds = sum(each * _estimate_seconds(swept.job) for each, swept in zip(counts, inputs, strict=True))
     return PlannedWork(plan, handle, count, seconds, SMALLER)
 
@@ -397,8 +397,8 @@ def _make_receipt(job: Job, place: Place, digest: str) -> Receipt:
         place.key, Capture(tap.point, tap.info, Reduction()), job.prepared.catalog.layers[tap.point.layer].type
     )
     named = replace(job, prepared=replace(job.prepared, fingerprints={place.key: digest}))
-    receipt = make_receipt(named, result, truncated=job.cut if any(job.cut) else None)
-    return replace(receipt, row_axis=0, entries_per_row=1, row_order="")
+    truncated = job.cut if any(job.cut) else None
+    return replace(make_receipt(named, result), row_axis=0, entries_per_row=1, row_order="", truncated=truncated)
 
 
 def _digest(made_by: str, result: str, changes: str | None) -> str:

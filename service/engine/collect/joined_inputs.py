@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from math import prod
 from typing import Any
@@ -26,41 +26,9 @@ BY_ROW = ("classes", "labels", "token_counts")
 OTHERWISE = {"call": -1, "preprocessed": "mixed", "forward": "", "how": ""}
 UNLIKE: dict[str, Any] = OTHERWISE | dict.fromkeys(("grid_size", "rows_per_forward"))  # if inputs differ
 OF_INPUT: dict[str, Any] = {"captured": (), "fingerprint": "", **UNLIKE, "truncated": None, **dict.fromkeys(BY_ROW)}
-
-
-@dataclass(frozen=True)
-class _Outline:
-    """What two inputs' results must have in common for one array to hold both; captured shapes may differ."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    axes: int
-    receipt: Receipt
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether inputs have an axis instead of one shared result; int8 has scales along the first axis only."""
-        axis, receipt = self.receipt.row_axis, self.receipt
-        return receipt.over is not None or axis == 0 or (axis is not None and self.dtype != "int8")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A result in a reply: its name there and its rows."""
-
-    name: str
-    result: Result
-    rows: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in the reply."""
-        return self.result.capture.reply_shape(self.rows)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the result as an array."""
-        return self.result.capture.nbytes(1 if self.result.capture.reduction.over else self.rows)
+# What inputs' results must have in common for one array to hold them: shape, dtype, axes and receipt without OF_INPUT.
+Outline = tuple[tuple[int, ...], str, int, Receipt]
+Entry = tuple[str, Result, int]  # a result in a reply: its name there, and its rows
 
 
 def digest_jobs(jobs: Iterable[Job]) -> str:
@@ -71,34 +39,41 @@ def digest_jobs(jobs: Iterable[Job]) -> str:
 def list_entries(jobs: Sequence[Job]) -> list[Entry]:
     """The results in the reply to a request's jobs, in the order asked for."""
     if len(jobs) == 1:
-        return [Entry(result.key, result, jobs[0].rows) for result in jobs[0].prepared.spec.plan.results]
-    plans = {id(job.plan): job.plan for job in jobs}
-    results = {number: {result.key: result for result in plan.results} for number, plan in plans.items()}
+        return [(result.key, result, jobs[0].rows) for result in jobs[0].prepared.spec.plan.results]
+    plans = {id(job.plan): job for job in jobs}  # jobs with one plan have the same results
+    results = {number: {result.key: result for result in job.plan.results} for number, job in plans.items()}
+    outlines = [{each.key: _outline_result(job, each) for each in job.plan.results} for job in plans.values()]
     of_jobs = [(job, results[id(job.plan)]) for job in jobs]
-    entries = []
-    for key, is_common in _find_common(_outline_plans(jobs).values()).items():
+    entries: list[Entry] = []
+    for key, is_common in _find_common(outlines).items():
         if is_common:
-            entries.append(Entry(key, of_jobs[0][1][key], len(jobs)))
+            entries.append((key, of_jobs[0][1][key], len(jobs)))
         else:
-            entries += [Entry(_name_entry(key, job.input_index), each[key], 1) for job, each in of_jobs if key in each]
+            entries += [(f"{key}.input{job.input_index}", each[key], 1) for job, each in of_jobs if key in each]
     return entries
 
 
-def check_entries(entries: Sequence[Entry], rows: int, reply: ReplyOptions, max_results: int) -> None:
+def count_bytes(result: Result, rows: int) -> int:
+    """Bytes of a result in a reply."""
+    return result.capture.nbytes(1 if result.capture.reduction.over else rows)
+
+
+def check_entries(entries: Sequence[Entry], inputs: int, reply: ReplyOptions, max_results: int) -> None:
     """RequestError or TooLargeError, before any forward, if inputs of several shapes can't share a reply."""
     check_results(len(entries), max_results)
     names = set()
-    for entry in entries:
-        if entry.name in names:
-            raise RequestError(f"two results are called {escape(entry.name)}", hint="give one another name by 'as'")
-        names.add(entry.name)
-        if entry.result.capture.reduction.over and entry.name != entry.result.key:
+    for name, result, _ in entries:
+        if name in names:
+            raise RequestError(f"two results are called {escape(name)}", hint="give one another name by 'as'")
+        names.add(name)
+        if result.capture.reduction.over and name != result.key:
             raise RequestError(
-                f"{escape(entry.result.key)} has other channels for inputs of another shape, so that there are no "
+                f"{escape(result.key)} has other channels for inputs of another shape, so that there are no "
                 "statistics of all of them",
                 hint="leave 'over' or 'by' out, or send one shape a request",
             )
-    check_sizes([prod(entry.shape) for entry in entries], [entry.nbytes for entry in entries], rows, reply)
+    numbers = sum(prod(result.capture.reply_shape(rows)) for _, result, rows in entries)
+    check_sizes(numbers, sum(count_bytes(result, rows) for _, result, rows in entries), inputs, reply)
 
 
 def join_inputs(parts: Sequence[Features]) -> Features:
@@ -117,7 +92,7 @@ def join_inputs(parts: Sequence[Features]) -> Features:
                 scales[key] = np.concatenate([part.scales[key] for part in parts])
             continue
         for part in parts:
-            name = _name_entry(key, part.input_index)
+            name = f"{key}.input{part.input_index}"
             if key in part.arrays:
                 arrays[name], receipts[name] = part.arrays[key], part.receipts[key]
                 by_input.add(name)
@@ -143,40 +118,34 @@ def join_changes(changes: Iterable[tuple[tuple[str, ...], ...]]) -> tuple[tuple[
     return tuple(tuple(dict.fromkeys(chain.from_iterable(each))) for each in zip(*changes, strict=True))
 
 
-def _find_common(outlines: Iterable[Mapping[str, _Outline]]) -> dict[str, bool]:
+def _find_common(outlines: Iterable[Mapping[str, Outline]]) -> dict[str, bool]:
     """Each key, and whether one array holds the results of all inputs. Outlines are consumed lazily."""
     rest = iter(outlines)
     first = next(rest)
-    common = {key: outline.has_rows for key, outline in first.items()}
+    common = {key: _has_rows(dtype, receipt) for key, (_, dtype, _, receipt) in first.items()}
     for each in rest:
         for key in dict.fromkeys((*common, *each)):
             common[key] = common.get(key, False) and each.get(key) == first[key]
     return common
 
 
-def _name_entry(key: str, input_index: int | None) -> str:
-    return f"{key}.input{input_index}"
+def _has_rows(dtype: str, receipt: Receipt) -> bool:
+    """Whether inputs have an axis instead of one shared result; int8 has scales along the first axis only."""
+    axis = receipt.row_axis
+    return receipt.over is not None or axis == 0 or (axis is not None and dtype != "int8")
 
 
-def _outline_plans(jobs: Sequence[Job]) -> dict[int, dict[str, _Outline]]:
-    """The outlines of jobs by the ``id`` of their plans: jobs with the same plan have the same."""
-    return {
-        number: {
-            result.key: _outline(result.capture.reply_shape(1), result.capture.dtype, make_receipt(job, result))
-            for result in job.plan.results
-        }
-        for number, job in {id(job.plan): job for job in jobs}.items()
-    }
+def _outline_result(job: Job, result: Result) -> Outline:
+    return _outline(result.capture.reply_shape(1), result.capture.dtype, make_receipt(job, result))
 
 
-def _outline_features(features: Features) -> dict[str, _Outline]:
-    return {
-        key: _outline(array.shape, array.dtype.name, features.receipts[key]) for key, array in features.arrays.items()
-    }
+def _outline_features(features: Features) -> dict[str, Outline]:
+    receipts = features.receipts
+    return {key: _outline(array.shape, array.dtype.name, receipts[key]) for key, array in features.arrays.items()}
 
 
-def _outline(shape: tuple[int, ...], dtype: str, receipt: Receipt) -> _Outline:
-    return _Outline(shape, dtype, len(receipt.captured), replace(receipt, **OF_INPUT))
+def _outline(shape: tuple[int, ...], dtype: str, receipt: Receipt) -> Outline:
+    return shape, dtype, len(receipt.captured), replace(receipt, **OF_INPUT)
 
 
 def _join_arrays(arrays: Sequence[Array], receipts: Sequence[Receipt]) -> Array:

@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import escape
 from layertap.models.hooks.sites import AXES, GRADIENTS
 from layertap.models.labels import name_classes
 from layertap.models.selection.hook_points import format_path
-from layertap.models.selection.plan import ResolvedObjective, Result
+from layertap.models.selection.plan import Result
 from layertap.models.selection.statistics import list_columns, merge_rows
 from layertap.service.engine.batch import Job, Results
 from layertap.service.features import Array, Features, Receipt
@@ -55,24 +54,26 @@ def collect_features(job: Job, results: Results) -> Features:
 
 def _make_receipts(job: Job, results: Results) -> dict[str, Receipt]:
     """The receipt of each result; what does not depend on the values of rows is made once for all requests."""
-    prepared, cut = job.prepared, job.cut if any(job.cut) else None
-    if prepared.spec.plan.objective is not None:
-        classes, token_counts = _find_classes(job, results), _count_tokens(job)
-        return {result.key: make_receipt(job, result, classes, token_counts, cut) for result in job.plan.results}
+    prepared, plan = job.prepared, job.prepared.spec.plan
     receipts = prepared.receipts.get(job.rows)
     if receipts is None:
-        receipts = {result.key: make_receipt(job, result) for result in job.plan.results}
+        receipts = {result.key: make_receipt(job, result) for result in plan.results}
         prepared.receipts[job.rows] = receipts
-    if prepared.mask is None and not job.cut:
+    if plan.objective is None and prepared.mask is None and not job.cut:
         return receipts
-    token_counts = _count_tokens(job)
+    mask, cut = job.token_mask, job.cut if any(job.cut) else None
+    classes = _find_classes(job, results) if plan.objective is not None else None
+    labels = name_classes(prepared.labels, classes) if classes is not None else None
+    token_counts = None if mask is None else tuple(mask.sum(1).tolist())  # without padding
     return {
         result.key: replace(
             receipts[result.key],
+            classes=classes if result.capture.point.site in GRADIENTS else None,
+            labels=labels if result.capture.point.site in GRADIENTS else None,
             token_counts=token_counts if result.capture.info.token_axes else None,
             truncated=cut,
         )
-        for result in prepared.spec.plan.results
+        for result in plan.results
     }
 
 
@@ -83,7 +84,9 @@ def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:
         return (objective.objective.klass,) * job.rows  # other inputs may name other classes
     if scores is None or objective is None:
         return None
-    selected = _select_scores(torch.tensor(results[scores].values, dtype=torch.float32), objective)
+    position = objective.objective.position
+    captured = (0,) if position is not None and len(position) == 1 else position  # a single token is captured alone
+    selected = RowTensor(torch.tensor(results[scores].values, dtype=torch.float32), objective.info).at(captured)
     values, mask = selected.value, job.token_mask
     if mask is not None and selected.info.token_axes:  # a class for each token, padding excluded
         classes = values.masked_fill(~mask, -math.inf).argmax(1, keepdim=True)
@@ -91,29 +94,9 @@ def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:
     return tuple(values.argmax(1).tolist())
 
 
-def _select_scores(values: Tensor, objective: ResolvedObjective) -> RowTensor:
-    """The scores at an objective's position; for a single position only that token was captured."""
-    position = objective.objective.position
-    captured = (0,) if position is not None and len(position) == 1 else position
-    return RowTensor(values, objective.info).at(captured)
-
-
-def _count_tokens(job: Job) -> tuple[int, ...] | None:
-    """The tokens of each row without padding; None if there is no mask."""
-    mask = job.token_mask
-    return None if mask is None else tuple(mask.sum(1).tolist())
-
-
-def make_receipt(
-    job: Job,
-    result: Result,
-    classes: tuple[int, ...] | None = None,
-    token_counts: tuple[int, ...] | None = None,
-    truncated: tuple[int, ...] | None = None,
-) -> Receipt:
-    """The receipt of a result; ``classes``: the top class of each row; ``token_counts``: tokens of each text."""
+def make_receipt(job: Job, result: Result) -> Receipt:
+    """The receipt of a result, without what depends on the values of rows: classes, tokens, what was truncated."""
     point, info, reduction = result.capture.point, result.capture.info, result.capture.reduction
-    classes = classes if point.site in GRADIENTS else None
     axis = result.capture.reply_rows_axis
     entries = 1 if axis is None else result.capture.reduced_info.entries_per_row
     return Receipt(
@@ -141,10 +124,6 @@ def make_receipt(
         how="unfused" if info.source and point.layer in job.plan.unfused_layers else info.source,
         resumed=job.prepared.catalog.start,
         forward="compiled" if job.prepared.spec.compiled else "",
-        classes=classes,
-        token_counts=token_counts if info.token_axes else None,
-        truncated=truncated,
-        labels=name_classes(job.prepared.labels, classes) if classes is not None else None,
         rows_per_forward=job.prepared.rows_per_forward,
         preprocessed=job.prepared.preprocessed,
         **{option: getattr(reduction, option) for option in AXES},

@@ -6,7 +6,7 @@ Runs in the decode pool.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 
@@ -22,21 +22,9 @@ from layertap.models.devices.memory import is_out_of_memory
 from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.geometry import compute_resized_size
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
-from layertap.models.inputs.preprocess import (
-    Preprocessing,
-    compute_least_size,
-    make_row,
-    normalize,
-)
+from layertap.models.inputs.preprocess import Preprocessing, compute_least_size, make_row, normalize
 from layertap.models.spec import InputSpec, PreprocessSpec
-from layertap.service.engine.execute.item_arrays import (
-    choose_tower,
-    fits,
-    get_batch_shape,
-    get_pictures,
-    is_pixels,
-    name_arrays,
-)
+from layertap.service.engine.execute.item_rows import choose_tower, get_pictures, is_pixels, shape_arrays
 from layertap.service.engine.rows import Attempt, CutRows, Items, Rows
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.features import Array
@@ -46,6 +34,7 @@ from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, Text
 from layertap.service.settings import Settings
 
 CHARACTERS = 16  # of a text, for each token that a model takes: bounds the time of the tokenizer
+TOKENS_HINT = 'send token ids: {"tokens": [0, 5]}'
 CUT_HINT = ', or cut it by "truncate": "end"'
 CUT_CHARACTERS = 2**20  # of a text that may be cut: a tokenizer reads all of it
 
@@ -79,14 +68,11 @@ def decode_item(item: LocalItem, inputs: ModelInputs, settings: Settings) -> lis
     if is_pixels(item, inputs):
         return [_fit_pixels(item, inputs, settings)]
     rows = _convert_arrays(item, inputs, settings) if isinstance(item, ArraysItem) else _tokenize(item, inputs)
-    if len(next(iter(rows.values()))) > settings.max_inputs or _find_error(rows, inputs) is None:
+    count = len(next(iter(rows.values())))
+    if count > settings.max_inputs or _find_error(rows, inputs) is None:
         return [rows]
-    return [_find_error(row, inputs) or row for row in _split_rows(rows)]
-
-
-def _split_rows(rows: Rows) -> Iterator[Rows]:
-    for row in range(len(next(iter(rows.values())))):
-        yield {name: value[row : row + 1] for name, value in rows.items()}
+    by_row = ({name: value[row : row + 1] for name, value in rows.items()} for row in range(count))
+    return [_find_error(row, inputs) or row for row in by_row]
 
 
 def _find_error(rows: Rows, inputs: ModelInputs) -> InputError | None:
@@ -96,7 +82,12 @@ def _find_error(rows: Rows, inputs: ModelInputs) -> InputError | None:
             if value.is_floating_point():
                 require_finite(to_floating(value.to(inputs.dtype)).numpy())
             elif spec.values is not None:
-                _require_within(value, spec.name, min(spec.values[0], 0), spec.values[1] - 1)
+                least, most = min(spec.values[0], 0), spec.values[1] - 1
+                if (outside := value[(value < least) | (value > most)]).numel():
+                    raise InputError(
+                        f"input '{spec.name}' holds {int(outside[0])}, which is not among its values",
+                        hint=f"send whole numbers from {least} to {most}",
+                    )
         text = inputs.text
         if text is not None and text.mask is not None and not bool(rows[text.mask].any(1).all()):
             raise InputError("the mask leaves no token", hint="send 1 for each token that counts")
@@ -105,23 +96,15 @@ def _find_error(rows: Rows, inputs: ModelInputs) -> InputError | None:
     return None
 
 
-def _require_within(value: Tensor, name: str, least: int, most: int) -> None:
-    outside = value[(value < least) | (value > most)]
-    if outside.numel():
-        raise InputError(
-            f"input '{name}' holds {int(outside[0])}, which is not among its values",
-            hint=f"send whole numbers from {least} to {most}",
-        )
-
-
 def get_preprocessing(inputs: ModelInputs) -> Preprocessing:
     """How pictures become a model's rows; InputError if it takes none."""
     if inputs.preprocess is not None and inputs.takes_pictures:
         return inputs.preprocess
     reason = f": {inputs.no_pictures}" if inputs.no_pictures else ""
-    of_text = inputs.text is not None and inputs.text.takes_text
-    hint = _format_hint(inputs.text) if inputs.text is not None and of_text else f"send {_describe_inputs(inputs)}"
-    raise InputError(f"model {inputs.model} takes {'text' if of_text else 'tensors'}, not pictures{reason}", hint=hint)
+    kind, hint = "tensors", f"send {_describe_inputs(inputs)}"
+    if inputs.text is not None and inputs.text.takes_text:
+        kind, hint = "text", 'send {"text": "a cat"}' if inputs.text.encode else TOKENS_HINT
+    raise InputError(f"model {inputs.model} takes {kind}, not pictures{reason}", hint=hint)
 
 
 def decode_picture(item: ImageItem, inputs: ModelInputs, settings: Settings) -> CutRows:
@@ -194,10 +177,8 @@ def _check_resized(how: Preprocessing, limit: int, width: int, height: int) -> N
 
 def _convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) -> Rows:
     """Arrays as rows; InputError if the model does not take them, TooLargeError."""
-    by_name, text = name_arrays(item, inputs), inputs.text
-    rows = {
-        spec.name: _to_tensor(by_name[spec.name], spec, item.may_batch) for spec in inputs.specs if spec.name in by_name
-    }
+    batches, text = shape_arrays(item, inputs), inputs.text
+    rows = {spec.name: _to_tensor(batches[spec.name], spec) for spec in inputs.specs if spec.name in batches}
     if text is not None and text.mask is not None and text.mask not in rows:
         rows[text.mask] = _make_mask(rows[text.ids], text)
     lengths = set()
@@ -217,19 +198,18 @@ def _convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) -
         raise InputError(f"the model's inputs have different numbers of rows: {sorted(counts)}")
     if counts == {0}:
         raise InputError("the batch holds no rows")
-    if text is not None and text.takes_text and text.has_left_padding(rows):
-        _pad_in_front(rows, text)
+    if text is not None and text.mask is not None and text.takes_text and text.has_left_padding(rows):
+        if text.left_padding == "refused":
+            raise InputError(
+                "the mask begins with 0, and this model would count the tokens in front of the text as its own",
+                hint="send the ids without them",
+            )
+        rows[text.ids] = rows[text.ids].masked_fill(rows[text.mask].cumsum(1) == 0, text.pad)
     return rows if text is None or text.pads else _cut_padding(rows, text)
 
 
-def _to_tensor(array: Array, spec: InputSpec, may_batch: bool) -> Tensor:
-    batch = array.reshape(get_batch_shape(array, spec, may_batch))
-    if not fits(batch.shape[1:], spec):
-        longest = f", axis {spec.long_axis} from 1 to {spec.longest}" if spec.longest else ""
-        raise InputError(
-            f"a tensor of shape {list(array.shape)} does not fit input '{spec.name}'",
-            hint=f"send shape {list(spec.shape)}, dtype {spec.dtype}{longest}",
-        )
+def _to_tensor(batch: Array, spec: InputSpec) -> Tensor:
+    """An array of rows as a tensor of the input's dtype; InputError if it is of another kind."""
     dtype = DTYPES[spec.dtype]
     if (batch.dtype.kind == "f") != dtype.is_floating_point:
         hint = "send a picture as a picture, or preprocess it yourself" if dtype.is_floating_point else ""
@@ -254,17 +234,6 @@ def _make_mask(ids: Tensor, text: TextSpec) -> Tensor:
             hint=f"send the positions of its own tokens only, or a safetensors body with '{text.mask}' beside it",
         )
     return torch.ones(tokens.shape[:2], dtype=torch.int64)
-
-
-def _pad_in_front(rows: dict[str, Tensor], text: TextSpec) -> None:
-    """Put the padding id where the mask leaves out leading tokens; InputError if the model can't take any."""
-    if text.left_padding == "refused":
-        raise InputError(
-            "the mask begins with 0, and this model would count the tokens in front of the text as its own",
-            hint="send the ids without them",
-        )
-    in_front = rows[text.mask or ""].cumsum(1) == 0
-    rows[text.ids] = rows[text.ids].masked_fill(in_front, text.pad)
 
 
 def _cut_padding(rows: dict[str, Tensor], text: TextSpec) -> dict[str, Tensor]:
@@ -294,7 +263,7 @@ def _tokenize(item: TextItem | TokensItem, inputs: ModelInputs) -> CutRows:
 
 def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[list[int], int]:
     if text.encode is None:
-        raise InputError(f"model {name} has no tokenizer", hint=_format_hint(text))
+        raise InputError(f"model {name} has no tokenizer", hint=TOKENS_HINT)
     truncate = item.truncate or text.truncate
     most = max(CHARACTERS * text.max_tokens, CUT_CHARACTERS if text.is_fast and truncate != "none" else 0)
     if len(item.text) > most:
@@ -312,39 +281,31 @@ def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[list[int], 
     return tokens, cut
 
 
-def pad_texts(items: Items, attempts: Sequence[Sequence[Attempt]], text: TextSpec) -> list[Sequence[Attempt]]:
+def pad_texts(items: Items, attempts: Sequence[Sequence[Attempt]], text: TextSpec) -> Sequence[Sequence[Attempt]]:
     """The rows of items with texts and tokens padded to one length; arrays of ids stay unchanged.
 
     Arrays that a layer made of texts are padded too; texts of a model that runs each at its own length are not.
     """
     kinds = (TextItem, TokensItem) if text.takes_text else (ArraysItem,)
-    texts = [number for number, (_, item) in enumerate(items) if isinstance(item, kinds)]
-    axis = 1 + text.axis
-    lengths = [rows[text.ids].shape[axis] for each in texts for rows in attempts[each] if isinstance(rows, Mapping)]
-    padded = list(attempts)
-    if text.mask is not None and text.pads and lengths:
-        size = text.get_padded_length(max(lengths))
-        for each in texts:
-            padded[each] = [_pad_rows(rows, size, text) if isinstance(rows, Mapping) else rows for rows in padded[each]]
-    return padded
+    padded = [of_item if isinstance(item, kinds) else () for (_, item), of_item in zip(items, attempts, strict=True)]
+    lengths = [rows[text.ids].shape[1 + text.axis] for each in padded for rows in each if isinstance(rows, Mapping)]
+    if text.mask is None or not text.pads or not lengths:
+        return attempts
+    size = text.get_padded_length(max(lengths))
+    return [
+        [_pad_rows(rows, size, text) if isinstance(rows, Mapping) else rows for rows in each] or of_item
+        for each, of_item in zip(padded, attempts, strict=True)
+    ]
 
 
 def _pad_rows(rows: Rows, size: int, text: TextSpec) -> dict[str, Tensor]:
     """Rows with trailing padding, which the mask leaves out."""
-    pads, axes = {text.ids: text.pad if text.takes_text else 0}, {text.ids: 1 + text.axis}
-
-    def fill(name: str, value: Tensor) -> Tensor:
-        axis = axes.get(name, 1)
+    filled = {}
+    for name, value in rows.items():
+        axis, pad = (1 + text.axis, text.pad if text.takes_text else 0) if name == text.ids else (1, 0)
         behind = (0, 0) * (value.ndim - axis - 1)  # of the axes after it, the last one first
-        return functional.pad(value, (*behind, 0, size - value.shape[axis]), value=pads.get(name, 0))
-
-    filled = {name: fill(name, value) for name, value in rows.items()}
+        filled[name] = functional.pad(value, (*behind, 0, size - value.shape[axis]), value=pad)
     return CutRows(filled, rows.cut) if isinstance(rows, CutRows) else filled
-
-
-def _format_hint(text: TextSpec) -> str:
-    """A hint how to send texts to a model."""
-    return 'send {"text": "a cat"}' if text.encode else 'send token ids: {"tokens": [0, 5]}'
 
 
 def _describe_inputs(inputs: ModelInputs) -> str:

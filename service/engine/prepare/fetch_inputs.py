@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from layertap.models.errors import InputError, LayertapError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
@@ -16,7 +16,6 @@ from layertap.service.fetch.fetcher import DownloadBudget, Fetcher
 from layertap.service.fetch.urls import FetchTarget
 from layertap.service.inputs.items import ImageItem, InputItem, UrlItem
 
-Targets = Sequence[tuple[int, Fetched | FetchTarget]]  # with their indexes in the request
 MAX_PARALLEL = 8  # fetches of one request at a time, so that no request uses the server's whole limit
 
 
@@ -28,17 +27,14 @@ async def fetch_inputs(
     While fetching, the request holds a single row of the queue. RequestError, TooLargeError if one fails and the
     request leaves none out; QueueFullError, DeadlineError.
     """
-    found = {id(item): _find_target(item, inputs, fetcher) for _, item in sent.items}
-    targets = [(index, found[id(item)]) for index, item in sent.items]
-    _check_all_are_good(request, targets)
-    here = [(index, target) for index, target in targets if not isinstance(target, FetchTarget)]
-    if len(here) == len(targets):
-        return here
+    targets = {id(item): _find_target(item, inputs, fetcher) for _, item in sent.items}  # a shared one is fetched once
+    _check_all_are_good(request, [(index, targets[id(item)]) for index, item in sent.items])
     ticket.resize(1)
     with ticket.timings.step("fetch"):
         fetching = _fetch_all(targets, fetcher, DownloadBudget(fetcher.max_bytes, ticket.reserve_bytes))
-        items = await wait_until(ticket.deadline, fetching)
+        fetched = await wait_until(ticket.deadline, fetching)
     ticket.resize(rows)
+    items = [(index, fetched[id(item)]) for index, item in sent.items]
     _check_all_are_good(request, items)
     return items
 
@@ -53,7 +49,9 @@ def _find_target(item: InputItem, inputs: ModelInputs, fetcher: Fetcher) -> Fetc
         return error
 
 
-async def _fetch_all(targets: Targets, fetcher: Fetcher, budget: DownloadBudget) -> Items:
+async def _fetch_all(
+    targets: Mapping[int, Fetched | FetchTarget], fetcher: Fetcher, budget: DownloadBudget
+) -> dict[int, Fetched]:
     limit = asyncio.Semaphore(MAX_PARALLEL)
 
     async def fetch(target: Fetched | FetchTarget) -> Fetched:
@@ -67,14 +65,13 @@ async def _fetch_all(targets: Targets, fetcher: Fetcher, budget: DownloadBudget)
 
     try:
         async with asyncio.TaskGroup() as group:  # if one fails the request, the others are cancelled
-            different = {id(target): target for _, target in targets}
-            tasks = {key: group.create_task(fetch(target)) for key, target in different.items()}
+            tasks = {key: group.create_task(fetch(target)) for key, target in targets.items()}
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return [(index, tasks[id(target)].result()) for index, target in targets]
+    return {key: task.result() for key, task in tasks.items()}
 
 
-def _check_all_are_good(request: ExtractRequest, items: Targets) -> None:
+def _check_all_are_good(request: ExtractRequest, items: Sequence[tuple[int, Fetched | FetchTarget]]) -> None:
     """RequestError or TooLargeError if some are errors and the request leaves none out."""
     errors = [(index, item) for index, item in items if isinstance(item, LayertapError)]
     if request.on_error == "skip" or not errors:

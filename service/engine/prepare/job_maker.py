@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -22,21 +22,12 @@ from layertap.service.engine.batch import Job, UndecodedError
 from layertap.service.engine.collect.joined_inputs import check_entries, list_entries
 from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.execute.decode import normalize_rows, pad_texts
+from layertap.service.engine.execute.item_rows import find_preprocessed_by
 from layertap.service.engine.limits import show_shapes
 from layertap.service.engine.prepare.planned_request import PlannedRequest
 from layertap.service.engine.prepare.planner import Planner
-from layertap.service.engine.prepare.predicted_rows import find_preprocessed_by
 from layertap.service.engine.prepare.sources import prepare_sources
-from layertap.service.engine.rows import (
-    Attempt,
-    CutRows,
-    Fetched,
-    ItemAttempts,
-    Items,
-    Rows,
-    get_row_shapes,
-    join_rows,
-)
+from layertap.service.engine.rows import Attempt, CutRows, Fetched, Items, Rows, get_row_shapes, join_rows
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.inputs.items import TIFF_STARTS, ImageItem, LocalItem
@@ -99,7 +90,7 @@ class JobMaker:
         final = await self._planner.replan(planned, part.rows, part.items, deadline)
         return [make_job(final, part, faults, ticket)]
 
-    async def _decode(self, planned: PlannedRequest, items: Items, deadline: float) -> list[Sequence[Attempt]]:
+    async def _decode(self, planned: PlannedRequest, items: Items, deadline: float) -> Sequence[Sequence[Attempt]]:
         """The rows of each item in the scheduler's slots, or its errors."""
         # Inputs that name another share its item, which is decoded once.
         local = {id(item): item for _, item in items if not isinstance(item, LayertapError)}
@@ -110,19 +101,19 @@ class JobMaker:
     async def _decode_groups(
         self, planned: PlannedRequest, groups: Sequence[Sequence[LocalItem]], deadline: float
     ) -> Iterator[Sequence[Attempt]]:
-        decoding = [self._decode_group(planned, group, deadline) for group in groups]
-        decoded = [await decoding[0]] if len(decoding) == 1 else await asyncio.gather(*decoding)
-        return chain.from_iterable(decoded)
+        handle, inputs, priority = planned.handle, planned.inputs, planned.request.priority
 
-    async def _decode_group(self, planned: PlannedRequest, items: Sequence[LocalItem], deadline: float) -> ItemAttempts:
-        handle, priority = planned.handle, planned.request.priority
-        decode = partial(self._scheduler.decode, handle.key, items, planned.inputs, priority, deadline)
-        attempts = await handle.ask_again(decode, deadline)
-        left = [[item] for item, of_item in zip(items, attempts, strict=True) if not of_item]
-        if not left:
-            return attempts
-        again = await self._decode_groups(planned, left, deadline)
-        return [of_item or next(again) for of_item in attempts]
+        async def decode_group(items: Sequence[LocalItem]) -> Iterable[Sequence[Attempt]]:
+            decode = partial(self._scheduler.decode, handle.key, items, inputs, priority, deadline)
+            attempts = await handle.ask_again(decode, deadline)
+            left = [[item] for item, of_item in zip(items, attempts, strict=True) if not of_item]
+            if not left:
+                return attempts
+            again = await self._decode_groups(planned, left, deadline)
+            return [of_item or next(again) for of_item in attempts]
+
+        decoding = list(map(decode_group, groups))
+        return chain.from_iterable([await decoding[0]] if len(decoding) == 1 else await asyncio.gather(*decoding))
 
     async def _join(
         self, planned: PlannedRequest, parts: Sequence[DecodedRows], deadline: float

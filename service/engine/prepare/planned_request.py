@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from layertap.models import fingerprint
 from layertap.models.capture import verification
@@ -53,7 +52,7 @@ class PlannedRequest:
     plan: Plan = NO_PLAN
     fingerprints: Fingerprints = field(default_factory=dict)
     nbytes: int = 0
-    kept: LRUCache[Hashable, Any] | None = None
+    kept: LRUCache[Hashable, PlannedRequest] | None = None
 
     @cached_property
     def prepared(self) -> PreparedRequest:

@@ -28,21 +28,10 @@ from layertap.models.selection.projections import check_work
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import Shapes
 from layertap.service.engine.deadline import RunInThread, wait_until
-from layertap.service.engine.limits import (
-    check_count,
-    check_reply_size,
-    check_results,
-    check_survey,
-    show_shapes,
-)
+from layertap.service.engine.execute.item_rows import PredictedRows, find_preprocessed_by, is_reshaped, predict_rows
+from layertap.service.engine.limits import check_count, check_reply_size, check_results, check_survey, show_shapes
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.prepare.planned_request import Fingerprints, PlannedRequest
-from layertap.service.engine.prepare.predicted_rows import (
-    PredictedRows,
-    find_preprocessed_by,
-    is_reshaped,
-    predict_rows,
-)
 from layertap.service.engine.request import MAX_LAYERS, ExtractRequest, SentInputs
 from layertap.service.engine.rows import Rows, get_row_shapes
 from layertap.service.engine.threads import run_if_long
@@ -126,7 +115,11 @@ class Planner:
             rows=rows.count,
             apart=bool(request.input_options),
         )
-        planned = await self._complete(planned, _assume_lengths(rows.tower) if items else None, deadline)
+        lengths = None
+        if items and rows.tower.text is not None:  # texts that are not tokenized yet may have any length
+            most = rows.tower.text.max_tokens
+            lengths = TextLengths(1, most, most, most, known=False)
+        planned = await self._complete(planned, lengths, deadline)
         if request.verify:
             verification.check_possible(planned.plan, catalog)
         return replace(planned, nbytes=planned.nbytes + rows.nbytes)
@@ -135,48 +128,25 @@ class Planner:
         self, planned: PlannedRequest, rows: Rows, items: Sequence[object], deadline: float
     ) -> PlannedRequest:
         """The plan for decoded rows of some items, which differs if they have another shape, length or origin."""
-        inputs, shapes = planned.inputs, get_row_shapes(rows)
+        request, inputs, kept, before = planned.request, planned.inputs, planned.kept, planned
+        shapes, count = get_row_shapes(rows), len(next(iter(rows.values())))
         tower = inputs.for_shapes(shapes) if inputs.towers else inputs
         lengths = await self._measure_lengths(rows, tower, deadline) if tower.text is not None else None
-        if planned.kept is None:
-            return await self._replan(planned, rows, items, tower, lengths, deadline)
-        key = planned, shapes, len(next(iter(rows.values()))), _describe_lengths(planned.request, lengths)
-        if (found := planned.kept.get(key)) is None:
-            found = await self._replan(planned, rows, items, tower, lengths, deadline)
-            planned.kept.put(key, found)
-        return found
-
-    async def _replan(
-        self,
-        before: PlannedRequest,
-        rows: Rows,
-        items: Sequence[object],
-        tower: ModelInputs,
-        lengths: TextLengths | None,
-        deadline: float,
-    ) -> PlannedRequest:
-        request, handle, shapes = before.request, before.handle, get_row_shapes(rows)
-        preprocessed, count = find_preprocessed_by(items, tower, shapes), len(next(iter(rows.values())))
+        key = planned, shapes, count, _describe_lengths(request, lengths)
+        if kept is not None and (found := kept.get(key)) is not None:
+            return found
+        preprocessed = find_preprocessed_by(items, tower, shapes)
         planned = replace(before, tower=tower, preprocessed=preprocessed, shapes=shapes, rows=count)
-        if shapes != before.catalog_shapes:
-            model_shapes = _get_model_shapes(rows, before.resumption, before.inputs)
-            if handle.model.catalogs.get_catalog(model_shapes) is None:
-                await self._complete(planned, lengths, deadline)  # a request that is refused anyway needs no survey
-            if request.resume is None:
-                functions = needs_functions(request)
-                catalog = await self.survey(handle, model_shapes, deadline, functions=functions)
-                planned = replace(planned, catalog=catalog, catalog_shapes=shapes)
-            else:
-                resumption = await self._resume(request.resume, handle, model_shapes, deadline)
-                planned = replace(planned, resumption=resumption, catalog=resumption.catalog, catalog_shapes=shapes)
-        elif (before.shapes, before.preprocessed, None) == (
-            shapes,
-            preprocessed,
-            lengths,
-        ) and not request.input_options:
+        is_as_planned = shapes == before.shapes == before.catalog_shapes and preprocessed == before.preprocessed
+        if is_as_planned and lengths is None and not request.input_options:
             check_reply_size(planned.plan, count, request.reply)
-            return planned
-        return await self._complete(planned, lengths, deadline)
+        else:
+            if shapes != planned.catalog_shapes:
+                planned = await self._survey_rows(planned, rows, lengths, deadline)
+            planned = await self._complete(planned, lengths, deadline)
+        if kept is not None:
+            kept.put(key, planned)
+        return planned
 
     async def replan_calls(
         self, planned: PlannedRequest, rows: Rows, counts: CallCounts, deadline: float
@@ -206,6 +176,23 @@ class Planner:
             likely = await self._run_in_thread(scale, deadline)
         check_reply_size(likely, planned.rows, request.reply)
         return replace(planned, plan=plan, fingerprints=fingerprints, nbytes=likely.nbytes(planned.rows))
+
+    async def _survey_rows(
+        self, planned: PlannedRequest, rows: Rows, lengths: TextLengths | None, deadline: float
+    ) -> PlannedRequest:
+        """A request with the catalogue of its rows' shape; one that is refused anyway needs no survey."""
+        request, handle, shapes, text = planned.request, planned.handle, planned.shapes, planned.inputs.text
+        model_shapes = shapes
+        if planned.resumption is not None and text is not None:  # as many tokens as the layer's outputs
+            tokens = rows[text.ids].shape[1 + text.axis]
+            model_shapes = tuple((tokens,) for _ in planned.resumption.inputs)
+        if handle.model.catalogs.get_catalog(model_shapes) is None:
+            await self._complete(planned, lengths, deadline)
+        if request.resume is None:
+            catalog = await self.survey(handle, model_shapes, deadline, functions=needs_functions(request))
+            return replace(planned, catalog=catalog, catalog_shapes=shapes)
+        resumption = await self._resume(request.resume, handle, model_shapes, deadline)
+        return replace(planned, resumption=resumption, catalog=resumption.catalog, catalog_shapes=shapes)
 
     async def survey(self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
         """The catalogue of a shape, measured if it is not known; with ``functions`` also what functions return."""
@@ -400,22 +387,6 @@ def _identify(planned: PlannedRequest) -> str:
 def _describe_lengths(request: ExtractRequest, lengths: TextLengths | None) -> Hashable:
     """What a plan depends on of the lengths of texts: if no tokens are numbered, only how many positions are kept."""
     return lengths.kept if lengths is not None and request.is_small else lengths
-
-
-def _assume_lengths(tower: ModelInputs) -> TextLengths | None:
-    """The token counts that texts may have before they are tokenized."""
-    if tower.text is None:
-        return None
-    most = tower.text.max_tokens
-    return TextLengths(1, most, most, most, known=False)
-
-
-def _get_model_shapes(rows: Rows, resumption: Resumption | None, inputs: ModelInputs) -> Shapes:
-    """The shape of the model's own inputs, which have as many tokens as a layer's outputs for texts."""
-    if resumption is None or inputs.text is None:
-        return get_row_shapes(rows)
-    tokens = rows[inputs.text.ids].shape[1 + inputs.text.axis]
-    return tuple((tokens,) for _ in resumption.inputs)
 
 
 def _scale_plan(plan: Plan, shapes: Shapes, tower: ModelInputs) -> Plan:

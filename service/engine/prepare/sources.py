@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from math import prod
@@ -47,7 +47,12 @@ def plan_stages(jobs: Sequence[Job]) -> list[list[Job]]:
 def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
     """The jobs with extra captures for other jobs, and with fingerprints that cover their sources' interventions."""
     in_order = [job for stage in plan_stages(jobs) for job in stage]
-    extra = _collect_sources(jobs)
+    by_input = {job.input_index: job for job in jobs}
+    extra: dict[int | None, set[Capture]] = defaultdict(set)
+    for job in jobs:
+        for _, source, index in _list_taken(job):
+            _check_shape(job, source, by_input[index])
+            extra[index].add(source)
     changes: dict[int | None, str | None] = {}
     prepared: dict[int | None, Job] = {}
     for job in in_order:
@@ -67,7 +72,7 @@ def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
 
 def count_taken_bytes(job: Job) -> int:
     """Bytes of the tensors that a job takes of other inputs, at least."""
-    return sum(4 * prod(compute_part_shape(change.info, change.operation)) for change in _list_taking(job))
+    return sum(4 * prod(compute_part_shape(change.info, change.operation)) for change, _, _ in _list_taken(job))
 
 
 def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
@@ -77,9 +82,9 @@ def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
     by_input = {source.input_index: (source, results) for source, results in answers}
 
     def fill(change: ResolvedIntervention) -> ResolvedIntervention:
-        if change.source is None:
+        if change.source is None or change.operation.source is None:
             return change
-        source, results = by_input[_get_input(change)]
+        source, results = by_input[change.operation.source.input]
         value = torch.tensor(results[change.source].values)
         try:
             tensor = take_part(value, change.source, change, source.token_mask, job.token_mask)
@@ -90,19 +95,6 @@ def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
 
     changes = tuple(tuple(fill(change) for change in each) for each in job.plan.interventions)
     return job.with_plan(interventions=changes)
-
-
-def _collect_sources(jobs: Sequence[Job]) -> Mapping[int | None, set[Capture]]:
-    """The captures of each input for other inputs; RequestError if their shapes differ."""
-    by_input = {job.input_index: job for job in jobs}
-    captures: dict[int | None, set[Capture]] = defaultdict(set)
-    for job in jobs:
-        for change in _list_taking(job):
-            source, index = change.source, _get_input(change)
-            if source is not None:
-                _check_shape(job, source, by_input[index])
-                captures[index].add(source)
-    return captures
 
 
 def _check_shape(job: Job, source: Capture, taken: Job) -> None:
@@ -119,21 +111,21 @@ def _check_shape(job: Job, source: Capture, taken: Job) -> None:
         raise _refuse(job, detail, "take it from an input of the same shape")
 
 
-def _list_taking(job: Job) -> list[ResolvedIntervention]:
+def _list_taken(job: Job) -> list[tuple[ResolvedIntervention, Capture, int]]:
+    """The changes that take a tensor of another input, with its capture there and the index of that input."""
     plan = job.prepared.spec.plan
-    return [each for each in plan.resolved_interventions if each.source is not None] if plan.interventions else []
+    if not plan.interventions:
+        return []
+    return [
+        (change, change.source, change.operation.source.input)
+        for change in plan.resolved_interventions
+        if change.source is not None and change.operation.source is not None
+    ]
 
 
 def _list_sources(job: Job) -> list[int]:
     """The indexes of the inputs whose tensors a job takes."""
-    return sorted({_get_input(change) for change in _list_taking(job)})
-
-
-def _get_input(change: ResolvedIntervention) -> int:
-    source = change.operation.source
-    if source is None:
-        raise ValueError("the change takes nothing of another input")
-    return source.input
+    return sorted({index for _, _, index in _list_taken(job)})
 
 
 def _refuse(job: Job, detail: str, hint: str) -> RequestError:

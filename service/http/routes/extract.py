@@ -11,7 +11,7 @@ from fastapi import APIRouter, Response
 
 from layertap.models.catalog.catalog import BACKWARD_FACTOR
 from layertap.service.engine.batch import Job
-from layertap.service.engine.collect.joined_inputs import digest_jobs, join_changes, list_entries
+from layertap.service.engine.collect.joined_inputs import count_bytes, digest_jobs, join_changes, list_entries
 from layertap.service.explain import explanations
 from layertap.service.explain.prober import Prober, check_probed
 from layertap.service.http.exchange import ExchangeDependency
@@ -82,8 +82,12 @@ def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:
         "fingerprint": fingerprint,
         "rows": sum(each.rows for each in jobs),
         "features": {
-            entry.name: {"shape": entry.shape, "dtype": entry.result.capture.dtype, "bytes": entry.nbytes}
-            for entry in entries
+            name: {
+                "shape": result.capture.reply_shape(rows),
+                "dtype": result.capture.dtype,
+                "bytes": count_bytes(result, rows),
+            }
+            for name, result, rows in entries
         },
         "bytes": sum(each.plan.nbytes(each.rows) for each in jobs),
         "stops_at": plan.stops_at.text,

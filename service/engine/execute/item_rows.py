@@ -1,0 +1,195 @@
+"""The rows that items become: which input of the model each array is, and how many rows of which shape there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeGuard
+
+import numpy as np
+
+from layertap.models.devices.devices import DTYPES
+from layertap.models.errors import InputError, escape, find_nearest, suggest
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.spec import InputSpec, Preprocessed, Shapes
+from layertap.service.features import Array
+from layertap.service.inputs.items import ArraysItem, TextItem, TokensItem
+
+CHANNELS = 3
+PNG_HINT = "send the picture as PNG, whose height and width are told apart"
+
+
+@dataclass(frozen=True)
+class PredictedRows:
+    """What is known of a request's rows before anything is decoded.
+
+    ``shapes`` is the shape of one row, the smallest one if inputs differ, because some of them may turn out to be bad;
+    ``tower`` the inputs that such a row has. ``uniform``: all rows have this shape. ``count`` and ``nbytes`` are of all
+    rows together.
+    """
+
+    tower: ModelInputs
+    shapes: Shapes
+    uniform: bool
+    count: int
+    nbytes: int
+
+
+def predict_rows(items: Iterable[object], inputs: ModelInputs) -> PredictedRows:
+    """The rows that items become; without items, one row of the configured shape.
+
+    Only arrays have shapes of their own; anything else counts as one row of the configured shape.
+    """
+    predicted = [_predict_item(item, inputs) for item in items]
+    if not predicted:
+        predicted = [(inputs.for_shapes(inputs.shapes), inputs.shapes, 1)]
+    tower, shapes, _ = min(predicted, key=lambda each: count_numbers(each[1]))
+    return PredictedRows(
+        tower=tower,
+        shapes=shapes,
+        uniform=len({each for _, each, _ in predicted}) == 1,
+        count=sum(count for _, _, count in predicted),
+        nbytes=sum(count * _count_bytes(tower, shapes) for tower, shapes, count in predicted),
+    )
+
+
+def count_numbers(shapes: Shapes) -> int:
+    """How many numbers a row of a shape has, over all inputs of the model."""
+    return sum(prod(shape) for shape in shapes)
+
+
+def find_preprocessed_by(sent: Iterable[object], tower: ModelInputs, shapes: Shapes) -> Preprocessed:
+    """Who preprocessed rows of this shape, by the sent items; a model of tensors leaves no choice."""
+    if tower.takes_plain or not tower.preprocesses:
+        return "caller" if is_reshaped(tower, shapes) else ""
+    kinds = {isinstance(item, (ArraysItem, TokensItem)) and not is_pixels(item, tower) for item in sent}
+    return "mixed" if len(kinds) > 1 else "caller" if True in kinds else ""
+
+
+def is_reshaped(tower: ModelInputs, shapes: Shapes) -> bool:
+    """Whether rows have another shape than the configured one; the length of a text does not count."""
+    return any(shape != spec.shape for spec, shape in zip(tower.specs, shapes, strict=True) if spec.longest is None)
+
+
+def choose_tower(item: object, inputs: ModelInputs) -> ModelInputs:
+    """The inputs of one of two towers if an item has nothing for the other; else all inputs."""
+    if not inputs.towers:
+        return inputs
+    texts, pictures, whole = inputs.towers
+    if isinstance(item, (TextItem, TokensItem)):
+        return texts
+    if not isinstance(item, ArraysItem):
+        return pictures
+    names = set(item.arrays)
+    return next((each for each in (texts, pictures) if names <= {spec.name for spec in each.specs}), whole)
+
+
+def is_pixels(item: object, inputs: ModelInputs) -> TypeGuard[ArraysItem]:
+    """Whether an item is decoded pictures: bytes, for a model whose pictures the server preprocesses."""
+    if not isinstance(item, ArraysItem) or not inputs.takes_pictures:
+        return False
+    return all(array.dtype == np.uint8 for array in item.arrays.values())
+
+
+def get_pictures(item: ArraysItem, inputs: ModelInputs) -> Array:
+    """The pictures of an item as (pictures, height, width, 3); InputError if its shape is not that of pictures.
+
+    The channels are the last axis, or the first of a picture.
+    """
+    (array,) = _name_arrays(item, inputs).values()
+    batch = array if item.may_batch and array.ndim == 4 else array[None]
+    shape = list(array.shape)
+    if batch.ndim != 4 or CHANNELS not in (batch.shape[1], batch.shape[3]):
+        raise InputError(
+            f"bytes of shape {shape} are no picture",
+            hint=f"send [height, width, {CHANNELS}] or [{CHANNELS}, height, width], or floats as the model takes them",
+        )
+    if batch.shape[1] == batch.shape[3]:
+        raise InputError(f"shape {shape} has {CHANNELS} channels first or last, either may be meant", hint=PNG_HINT)
+    if 0 in batch.shape:
+        raise InputError(f"shape {shape} holds no pixels")
+    return batch if batch.shape[3] == CHANNELS else batch.transpose(0, 2, 3, 1)
+
+
+def _name_arrays(item: ArraysItem, inputs: ModelInputs) -> dict[str, Array]:
+    """Arrays by the names of the model's inputs; InputError if they have other names."""
+    specs, text = inputs.specs, inputs.text
+    arrays = item.arrays
+    if text is not None and text.mask is not None:
+        masks = {str(name): array for name, array in arrays.items() if name == text.mask}
+        others = {name: array for name, array in arrays.items() if name != text.mask}
+        if len(others) == 1 and (not text.takes_text or set(others) <= {None, text.ids}):
+            return {text.ids: next(iter(others.values())), **masks}
+    if len(specs) == 1 and len(arrays) == 1 and not item.by_name:
+        return {specs[0].name: next(iter(arrays.values()))}
+    expected_names = {spec.name for spec in specs}
+    if set(arrays) != expected_names:
+        raise _misnamed_error(arrays, sorted(expected_names))
+    return {str(name): array for name, array in arrays.items()}
+
+
+def shape_arrays(item: ArraysItem, inputs: ModelInputs) -> dict[str, Array]:
+    """An item's arrays by the names of the model's inputs, in their order, with the rows on axis 0; views.
+
+    A text's mask may be missing. InputError if they have other names, or a row of one of them may not be sent.
+    """
+    by_name, batches = _name_arrays(item, inputs), dict[str, Array]()
+    for spec in inputs.specs:
+        if spec.name not in by_name:
+            continue
+        array = by_name[spec.name]
+        batch = array if item.may_batch and array.ndim == len(spec.shape) + 1 else array[None]
+        if not _fits(batch.shape[1:], spec):
+            longest = f", axis {spec.long_axis} from 1 to {spec.longest}" if spec.longest else ""
+            raise InputError(
+                f"a tensor of shape {list(array.shape)} does not fit input '{spec.name}'",
+                hint=f"send shape {list(spec.shape)}, dtype {spec.dtype}{longest}",
+            )
+        batches[spec.name] = batch
+    return batches
+
+
+def _predict_item(item: object, inputs: ModelInputs) -> tuple[ModelInputs, Shapes, int]:
+    """The tower of an item, the shape of its rows and their number."""
+    tower = choose_tower(item, inputs)
+    configured = tower, tower.shapes, 1
+    if not isinstance(item, ArraysItem):
+        return configured
+    try:
+        if is_pixels(item, tower):
+            return tower, tower.shapes, len(get_pictures(item, tower))
+        shapes = {name: batch.shape for name, batch in shape_arrays(item, tower).items()}
+    except InputError:
+        return configured
+    count, text = next(iter(shapes.values()))[0], tower.text
+    if text is not None and text.mask is not None and text.mask not in shapes:  # each text is as long as its tensor
+        shapes[text.mask] = count, shapes[text.ids][1 + text.axis]
+    return tower, tuple(shapes[spec.name][1:] for spec in tower.specs), count
+
+
+def _count_bytes(tower: ModelInputs, shapes: Shapes) -> int:
+    return sum(prod(shape) * DTYPES[spec.dtype].itemsize for spec, shape in zip(tower.specs, shapes, strict=True))
+
+
+def _fits(shape: tuple[int, ...], spec: InputSpec) -> bool:
+    """Whether a row of that shape may be sent."""
+    if len(shape) != len(spec.shape) or 0 in shape:
+        return False
+    if spec.longest is not None:
+        axis = spec.long_axis
+        return shape[axis] <= spec.longest and shape == (*spec.shape[:axis], shape[axis], *spec.shape[axis + 1 :])
+    # Height and width may differ if the model takes that; the survey of the new shape shows it.
+    return shape == spec.shape if len(shape) < 3 else shape[0] == spec.shape[0]
+
+
+def _misnamed_error(arrays: Mapping[str | None, Array], wanted: Sequence[str]) -> InputError:
+    """What is wrong with the names of arrays, and the right ones."""
+    hint = "name the arrays " + ", ".join(wanted)
+    if None in arrays:
+        return InputError(f"the model takes {len(wanted)} inputs by name, {len(arrays)} arrays were sent", hint=hint)
+    unknown = next((name for name in arrays if name not in wanted), None)
+    if unknown is None:
+        missing = next(name for name in wanted if name not in arrays)
+        return InputError(f"there is no array for the model's input {escape(missing)}", hint=hint)
+    return InputError(f"the model has no input {escape(unknown)}", hint=suggest(find_nearest(unknown, wanted)) or hint)
