@@ -93,7 +93,8 @@ async def _explain(engine: Engine, request: ExtractRequest, sent: SentInputs, ti
             ticket.reserve_bytes(part.nbytes)
             made = part if made is None else merge_results(made, part, fingerprint.digest_reply)
             nbytes = sum(each.nbytes for each in made.arrays.values())
-            check_sizes(made.numbers, nbytes, made.rows, request.reply)
+            numbers = sum(each.size for each in made.arrays.values())
+            check_sizes(numbers, nbytes, made.rows, request.reply)
     if made is None:
         raise ValueError("the request names no method")
     return made

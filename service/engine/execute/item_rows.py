@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import TypeGuard
@@ -123,9 +123,15 @@ def _name_arrays(item: ArraysItem, inputs: ModelInputs) -> dict[str, Array]:
             return {text.ids: next(iter(others.values())), **masks}
     if len(specs) == 1 and len(arrays) == 1 and not item.by_name:
         return {specs[0].name: next(iter(arrays.values()))}
-    expected_names = {spec.name for spec in specs}
-    if set(arrays) != expected_names:
-        raise _misnamed_error(arrays, sorted(expected_names))
+    wanted = sorted(spec.name for spec in specs)
+    hint = "name the arrays " + ", ".join(wanted)
+    if None in arrays:
+        raise InputError(f"the model takes {len(wanted)} inputs by name, {len(arrays)} arrays were sent", hint=hint)
+    if (unknown := next((name for name in arrays if name not in wanted), None)) is not None:
+        hint = suggest(find_nearest(unknown, wanted)) or hint
+        raise InputError(f"the model has no input {escape(unknown)}", hint=hint)
+    if (missing := next((name for name in wanted if name not in arrays), None)) is not None:
+        raise InputError(f"there is no array for the model's input {escape(missing)}", hint=hint)
     return {str(name): array for name, array in arrays.items()}
 
 
@@ -181,15 +187,3 @@ def _fits(shape: tuple[int, ...], spec: InputSpec) -> bool:
         return shape[axis] <= spec.longest and shape == (*spec.shape[:axis], shape[axis], *spec.shape[axis + 1 :])
     # Height and width may differ if the model takes that; the survey of the new shape shows it.
     return shape == spec.shape if len(shape) < 3 else shape[0] == spec.shape[0]
-
-
-def _misnamed_error(arrays: Mapping[str | None, Array], wanted: Sequence[str]) -> InputError:
-    """What is wrong with the names of arrays, and the right ones."""
-    hint = "name the arrays " + ", ".join(wanted)
-    if None in arrays:
-        return InputError(f"the model takes {len(wanted)} inputs by name, {len(arrays)} arrays were sent", hint=hint)
-    unknown = next((name for name in arrays if name not in wanted), None)
-    if unknown is None:
-        missing = next(name for name in wanted if name not in arrays)
-        return InputError(f"there is no array for the model's input {escape(missing)}", hint=hint)
-    return InputError(f"the model has no input {escape(unknown)}", hint=suggest(find_nearest(unknown, wanted)) or hint)

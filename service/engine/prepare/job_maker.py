@@ -170,7 +170,7 @@ class JobMaker:
         """The job of an input, the ``number``-th of its request."""
 
         async def plan_again(counts: CallCounts) -> Job:
-            again = await self._planner.replan_calls(planned, part.rows, counts, ticket.deadline)
+            again = await self._planner.replan(planned, part.rows, part.items, ticket.deadline, counts)
             return self._make_input_job(again, part, number, faults, ticket)
 
         job = make_job(planned, part, faults, ticket)

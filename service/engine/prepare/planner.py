@@ -16,7 +16,7 @@ from layertap.models.catalog.catalog import CallCounts, Catalog
 from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
 from layertap.models.errors import Fault, InputError, RequestError, escape
 from layertap.models.hooks.sites import GRADIENTS
-from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.lru_cache import LRUCache
 from layertap.models.model_info import ModelInfo
 from layertap.models.planner import make_plan
@@ -125,35 +125,38 @@ class Planner:
         return replace(planned, nbytes=planned.nbytes + rows.nbytes)
 
     async def replan(
-        self, planned: PlannedRequest, rows: Rows, items: Sequence[object], deadline: float
+        self,
+        planned: PlannedRequest,
+        rows: Rows,
+        items: Sequence[object],
+        deadline: float,
+        counts: CallCounts | None = None,
     ) -> PlannedRequest:
-        """The plan for decoded rows of some items, which differs if they have another shape, length or origin."""
+        """The plan for decoded rows of some items, which differs if they have another shape, length or origin.
+
+        ``counts``: the numbers of calls that an input's forward made, if it was tried. RequestError, TooLargeError.
+        """
         request, inputs, kept, before = planned.request, planned.inputs, planned.kept, planned
         shapes, count = get_row_shapes(rows), len(next(iter(rows.values())))
         tower = inputs.for_shapes(shapes) if inputs.towers else inputs
-        lengths = await self._measure_lengths(rows, tower, deadline) if tower.text is not None else None
+        lengths = await self._measure_lengths(rows, tower.text, deadline) if tower.text is not None else None
         key = planned, shapes, count, _describe_lengths(request, lengths)
         if kept is not None and (found := kept.get(key)) is not None:
             return found
         preprocessed = find_preprocessed_by(items, tower, shapes)
         planned = replace(before, tower=tower, preprocessed=preprocessed, shapes=shapes, rows=count)
         is_as_planned = shapes == before.shapes == before.catalog_shapes and preprocessed == before.preprocessed
-        if is_as_planned and lengths is None and not request.input_options:
+        if shapes != before.catalog_shapes:
+            planned = await self._survey_rows(planned, rows, lengths, deadline)
+        elif counts is not None:
+            planned = replace(planned, catalog=planned.catalog.with_calls(counts))
+        if is_as_planned and lengths is None and counts is None and not request.input_options:
             check_reply_size(planned.plan, count, request.reply)
         else:
-            if shapes != planned.catalog_shapes:
-                planned = await self._survey_rows(planned, rows, lengths, deadline)
             planned = await self._complete(planned, lengths, deadline)
         if kept is not None:
             kept.put(key, planned)
         return planned
-
-    async def replan_calls(
-        self, planned: PlannedRequest, rows: Rows, counts: CallCounts, deadline: float
-    ) -> PlannedRequest:
-        """The plan for rows whose forward makes these numbers of calls; RequestError, TooLargeError."""
-        lengths = await self._measure_lengths(rows, planned.tower, deadline)
-        return await self._complete(replace(planned, catalog=planned.catalog.with_calls(counts)), lengths, deadline)
 
     async def _complete(self, planned: PlannedRequest, lengths: TextLengths | None, deadline: float) -> PlannedRequest:
         """A request with the plan by its catalogue, and the bytes of its results; RequestError, TooLargeError.
@@ -237,11 +240,8 @@ class Planner:
             await self.survey(handle, tower.shapes, deadline, functions=True)
         return model.get_catalog(tower).unsized, None
 
-    async def _measure_lengths(self, rows: Rows, tower: ModelInputs, deadline: float) -> TextLengths | None:
-        """The token counts of the texts in rows; None for rows that are not of texts."""
-        if tower.text is None:
-            return None
-        measure = partial(measure_lengths, rows, tower.text)
+    async def _measure_lengths(self, rows: Rows, text: TextSpec, deadline: float) -> TextLengths:
+        measure = partial(measure_lengths, rows, text)
         numbers = sum([value.numel() for value in rows.values()])
         return await run_if_long(self._run_in_thread, measure, deadline, checked_numbers=numbers)
 
