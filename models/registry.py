@@ -119,27 +119,27 @@ class Registry:
 
     def load(self, name: str) -> ModelInfo:
         """Load a model that is not loaded yet; LoadError, kept as the entry's reason, where it can't be."""
-        return self.load_entry(self.get_entry(name))
-
-    def load_entry(self, entry: ModelEntry) -> ModelInfo:
-        """As ``load``, for an entry that may not be listed yet."""
+        entry = self.get_entry(name)
         if entry.model is not None:
             return entry.model
-        entry.state, entry.reason, entry.kind = "loading", "", ""
         try:
-            entry.model = self._load(entry.spec)
+            model = self.load_model(entry.spec)
         except LoadError as error:
             entry.fail(f"{error.detail}; {error.hint}" if error.hint else error.detail, error.kind or "other")
             raise
+        entry.recover(model)
+        return model
+
+    def load_model(self, spec: ModelSpec) -> ModelInfo:
+        """A model, loaded; LoadError. No entry knows of it."""
+        try:
+            return self._load(spec)
+        except LoadError:
+            raise
         except BaseException as error:  # a third party's constructor may raise anything; the other models keep serving
             if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():  # Ctrl+C in a terminal
-                entry.unload()
                 raise
-            refusal = make_load_error(error)
-            entry.fail(f"{refusal.detail}; {refusal.hint}", refusal.kind)
-            raise refusal from error
-        entry.state = "ready"
-        return entry.model
+            raise make_load_error(error) from error
 
     def unload(self, name: str) -> None:
         """Forget a loaded model; it can be loaded again."""

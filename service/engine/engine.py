@@ -183,7 +183,7 @@ class Engine:
         entries, handles = list(self.manager.registry), self.manager.list_handles()
         batcher = self.manager.scheduler.batcher
         answering = dict(self.manager.handles).items()  # handles for new requests; others finish theirs
-        active = {name: handle for name, handle in answering if handle.is_active}
+        active = {name: handle for name, handle in answering if handle.state == "ready"}
         waiting = sum(batcher.count_waiting_rows(handle.key) for handle in handles)
         replicas = {name: len(handle.executor.devices) for name, handle in active.items()}
         idle = {name: sum(handle.executor.idle.values()) for name, handle in active.items()}

@@ -95,7 +95,7 @@ async def _describe(engine: Engine, model_id: str) -> Json:
     entry = engine.manager.registry.get_entry(name)
     body: Json = {"id": model_id, "object": "model", "created": 0, "owned_by": "layertap", "state": entry.state}
     handle = engine.manager.find_handle(name)
-    if handle is None or not handle.is_active or not (embedding.layer or handle.model.embedding is not None):
+    if handle is None or handle.state != "ready" or not (embedding.layer or handle.model.embedding is not None):
         return body
     request = ExtractRequest(model=name, embedding=embedding)
     with handle.hold():

@@ -15,7 +15,7 @@ from layertap.models.selection.hook_points import Intervention, Objective, Opera
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.service.engine.schedule.batch_keys import BatchKeys
+from layertap.service.engine.schedule.batch_key_cache import BatchKeyCache
 from layertap.service.settings import Settings
 from tests.loading import load_model
 from tests.own_models import path_nets as nets
@@ -140,7 +140,7 @@ def test_gradients_with_other_beginnings() -> None:
     rows = {"x": draw(2, 17, 16)}
     alone = run_beside(model, rows, late, late)
     assert not equal(run_beside(model, rows, late, early), alone)
-    keys = BatchKeys(model, "biased", ["cpu"], Settings())
+    keys = BatchKeyCache(model, "biased", ["cpu"], Settings())
     shapes = model.model_inputs.shapes
 
     def key(plan: Plan) -> object:

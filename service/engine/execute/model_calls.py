@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from layertap.models.devices import transfer
 from layertap.models.errors import LayertapError
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.replica import Replica
 from layertap.service.engine.execute.batch_runner import find_lasting_failure
 from layertap.service.engine.execute.threads import wrap_error
 
 T = TypeVar("T")
-P = ParamSpec("P")
 ModelFunction = Callable[[LoadedModel], Any]
 
 
@@ -40,8 +38,6 @@ def call_model(model: LoadedModel, replica: Replica, function: ModelFunction) ->
     return CallOutcome(result)
 
 
-def ask_catalogs(
-    model: LoadedModel, method: Callable[Concatenate[ModelCatalogs, P], T], *args: P.args, **kwargs: P.kwargs
-) -> T:
+def ask_catalogs(model: LoadedModel, method: Callable[..., T], **arguments: Any) -> T:
     """Call a method of the model's catalogues."""
-    return method(model.catalogs, *args, **kwargs)
+    return method(model.catalogs, **arguments)

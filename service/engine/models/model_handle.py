@@ -26,10 +26,11 @@ from layertap.models.spec import Shapes
 from layertap.service.engine.batch import CPU
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.executor import Executor
-from layertap.service.engine.execute.model_calls import ModelFunction, ask_catalogs
+from layertap.service.engine.execute.model_calls import ask_catalogs
 from layertap.service.engine.execute.processes.worker_process import ModelLostError
 from layertap.service.engine.execute.threads import run_in_new_thread
-from layertap.service.engine.schedule.batch_keys import BatchKeys, Pace
+from layertap.service.engine.schedule.batch_key_cache import BatchKeyCache
+from layertap.service.engine.schedule.pace import Pace
 from layertap.service.engine.schedule.scheduler import ScheduledModel, Scheduler
 from layertap.service.errors import UnavailableError, unloading_error
 from layertap.service.settings import Settings
@@ -63,7 +64,7 @@ class ModelHandle:
         load: Callable[[], Executor],
         scheduler: Scheduler,
         settings: Settings,
-        make_room: Callable[[], None] = lambda: None,
+        make_room: Callable[[], None],
     ) -> None:
         """Begin to load the model in a thread by ``load``, which may raise LayertapError.
 
@@ -78,10 +79,12 @@ class ModelHandle:
         self.answers: Answers = "all"
         self.rows = 0
         self.holders = 0
+        self.changed = asyncio.Event()
         self.last_used = time.monotonic()
         self.isolated = False
         self.planned: LRUCache[Hashable, Any] = LRUCache(MAX_KEPT)
-        self.batch_keys: BatchKeys
+        self.model: ModelInfo  # as the next two: set once the model is loaded
+        self.batch_keys: BatchKeyCache
         self.pace: Pace
         self._load = load
         self._make_room = make_room
@@ -89,10 +92,8 @@ class ModelHandle:
         self._executor: Executor | None = None
         self._scheduler = scheduler
         self._settings = settings
-        self._waiting: list[asyncio.Future[None]] = []  # for a change of its state
         self._calling = asyncio.Lock()
         self._life: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._live())
-        self._life.add_done_callback(self._end_life)
 
     @property
     def executor(self) -> Executor:
@@ -102,36 +103,14 @@ class ModelHandle:
         return self._executor
 
     @property
-    def model(self) -> ModelInfo:
-        """The model; UnavailableError if it was never loaded."""
-        if self._executor is None:
-            raise self.make_error()
-        return self._executor.model
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the model is loaded."""
-        return self.state == "ready"
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the model has loaded or failed."""
-        return self.state != "loading"
-
-    @property
-    def failed(self) -> bool:
-        """Whether the model could not be loaded, or is lost."""
-        return self.state == "failed"
-
-    @property
     def seconds_to_load(self) -> float:
         """Estimated seconds until the model is loaded: as many as it has been loading; 0 if it is not loading."""
-        return 0.0 if self.is_settled else min(time.monotonic() - self._began, LONGEST_LOAD_S)
+        return min(time.monotonic() - self._began, LONGEST_LOAD_S) if self.state == "loading" else 0.0
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The model's devices, each once; none if it is not loaded."""
-        return tuple(dict.fromkeys(self.executor.devices)) if self.is_active else ()
+        return tuple(dict.fromkeys(self.executor.devices)) if self.state == "ready" else ()
 
     @property
     def seconds_per_row(self) -> float:
@@ -143,7 +122,7 @@ class ModelHandle:
         """Whether it is loaded, and no request, forward or next version needs it."""
         replacement = self.entry.replacement
         is_replaced = replacement is not None and replacement.state != "failed"
-        in_use = self.answers == "none" or self.rows or self.holders or is_replaced or not self.is_active
+        in_use = self.answers == "none" or self.holders or is_replaced or self.state != "ready"
         return not in_use and self._scheduler.is_idle(self.key)
 
     def shares_device(self, other: ModelHandle) -> bool:
@@ -165,22 +144,21 @@ class ModelHandle:
         """
         catalogs = self.model.catalogs
         find, keep = partial(catalogs.get_catalog, shapes, functions=functions), partial(catalogs.put_catalog, shapes)
-        function = partial(ask_catalogs, method=ModelCatalogs.survey, shapes=shapes, functions=functions)
-        return await self._find_or_call(find, function, keep, deadline)
+        return await self._find_or_ask(find, keep, deadline, ModelCatalogs.survey, shapes=shapes, functions=functions)
 
     async def verify_resumption(self, start: Tap, shapes: Shapes, deadline: float) -> Resumption:
         """How forwards of a shape resume from a tensor; SelectorError if they can't, DeadlineError."""
         known, key = self.model.catalogs.resumptions, (start.point, shapes)
         find, keep = partial(known.get, key), partial(known.put, key)
-        function = partial(ask_catalogs, method=ModelCatalogs.verify_resumption, start=start, shapes=shapes)
-        return await self._find_or_call(find, function, keep, deadline)
+        return await self._find_or_ask(
+            find, keep, deadline, ModelCatalogs.verify_resumption, start=start, shapes=shapes
+        )
 
     async def find_grad_cam_layer(self, objective: ResolvedObjective, deadline: float) -> Tap:
         """The last layer with maps on which an objective depends; SelectorError if there is none, DeadlineError."""
         known = self.model.catalogs.grad_cam_layers
         find, keep = partial(known.get, objective), partial(known.put, objective)
-        function = partial(ask_catalogs, method=ModelCatalogs.find_grad_cam_layer, objective=objective)
-        return await self._find_or_call(find, function, keep, deadline)
+        return await self._find_or_ask(find, keep, deadline, ModelCatalogs.find_grad_cam_layer, objective=objective)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -196,32 +174,23 @@ class ModelHandle:
         self.holders -= 1
         self.last_used = time.monotonic()
         if not self.holders:
-            self.notify()
+            self.changed.set()
 
     def add_rows(self, count: int) -> None:
         """Add to the number of admitted rows; a negative count removes rows that were answered or cancelled."""
         self.rows += count
         if not self.rows:
-            self.notify()
+            self.changed.set()
 
     async def wait_until_settled(self) -> None:
         """Return once the model has loaded or failed."""
-        await self.wait_for(lambda: self.is_settled)
+        await self.wait_for(lambda: self.state != "loading")
 
     async def wait_for(self, is_so: Callable[[], bool]) -> None:
-        """Return once a condition holds; it depends on this handle's state, or its changes call ``notify``."""
+        """Return once a condition holds; it depends on this handle's state, or its changes set ``changed``."""
         while not is_so():
-            changed = asyncio.get_running_loop().create_future()
-            self._waiting.append(changed)
-            await changed
-
-    def notify(self) -> None:
-        """Let everyone who waits check their condition again."""
-        if self._waiting:
-            waiting, self._waiting = self._waiting, []
-            for changed in waiting:
-                if not changed.done():
-                    changed.set_result(None)
+            self.changed.clear()
+            await self.changed.wait()
 
     async def ask_again(self, ask: Callable[[], Awaitable[T]], deadline: float) -> T:
         """The result of ``ask``, called again if the model was lost meanwhile; DeadlineError, UnavailableError."""
@@ -237,15 +206,15 @@ class ModelHandle:
     def let_go(self) -> None:
         """Answer only the requests that hold it."""
         self.answers = "held"
-        self.notify()
+        self.changed.set()
 
     async def stop(self, limit_s: float | None) -> None:
         """Finish admitted work for at most ``limit_s`` seconds, then release the model."""
         self.answers = "none"
-        self.notify()
+        self.changed.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self.wait_for(lambda: not self.rows and (self.is_settled or self._executor is not None))
+                await self.wait_for(lambda: not self.rows and (self.state != "loading" or self._executor is not None))
                 await self.wait_for(lambda: self._scheduler.is_idle(self.key))
                 self._scheduler.remove_model(self.key)
                 self._end_loading()
@@ -262,8 +231,8 @@ class ModelHandle:
             try:
                 await (self._begin() if self._executor is None else self._executor.restart())
             except Exception as error:
-                refusal = self._fail(error)
-                if not isinstance(refusal, LoadError) or refusal.kind != "killed":
+                self._fail(error)
+                if not isinstance(self.error, LoadError) or self.error.kind != "killed":
                     return
                 while True:
                     await asyncio.sleep(pause)
@@ -291,13 +260,13 @@ class ModelHandle:
             if budget is not None and size > budget:
                 detail = f"it takes {size} bytes, and all models together may have {budget}"
                 raise LoadError(detail, hint="set LAYERTAP_MODEL_MEMORY_BYTES")
-            self.batch_keys = BatchKeys(model, self.key, executor.devices, self._settings)
-            key = self.batch_keys.create(model.catalog, model.catalog.costs, model.catalog.crosses_rows)
+            self.model, self.batch_keys = model, BatchKeyCache(model, self.key, executor.devices, self._settings)
+            key = self.batch_keys.get(model.catalog, model.shapes)
             # On a GPU, forwards only overlap.
             parallel = sum(device == CPU for device in executor.devices) or len(set(executor.devices))
             self.pace = Pace(model, key, len(executor.devices), parallel)
             note_crossing = partial(self._note_crossing, model)
-            scheduled = ScheduledModel(self.key, self.name, executor, self.pace, self.notify, note_crossing)
+            scheduled = ScheduledModel(self.key, self.name, executor, self.pace, self.changed.set, note_crossing)
             self._scheduler.add_model(scheduled)
             if key.padded_rows is not None:
                 await self._try_padding(key.padded_rows)
@@ -313,7 +282,6 @@ class ModelHandle:
             return
         note = write_note(self._settings.cache_dir / "costs", model.identity, shared_answers)
         model.catalogs.note_crossing(note)
-        self.batch_keys.limit_to_one_row()
         self._forget_requests()
         fields = {"model": self.name, "layer": layer, "shared_answers": shared_answers}
         log.error("rows of a model affect each other: from now on each runs alone", extra={"fields": fields})
@@ -335,10 +303,6 @@ class ModelHandle:
         if self.isolated:
             log.warning("rows move bits in a batch: each request runs alone", extra={"fields": {"model": self.name}})
 
-    def _end_life(self, life: asyncio.Task[None]) -> None:
-        if not life.cancelled() and (error := life.exception()) is not None:
-            self._fail(error if isinstance(error, Exception) else RuntimeError(type(error).__name__))
-
     def _succeed(self) -> None:
         self.error = None
         self._scheduler.refuse(self.key, None)
@@ -352,7 +316,7 @@ class ModelHandle:
         }
         log.info("a model is loaded", extra={"fields": fields})
 
-    def _fail(self, error: Exception) -> LayertapError:
+    def _fail(self, error: Exception) -> None:
         """Note why the model can't be loaded, and fail the requests that wait for it."""
         refusal = error if isinstance(error, LayertapError) else make_load_error(error.__cause__ or error)
         fields = {"model": self.name, "reason": refusal.detail, "hint": refusal.hint}
@@ -363,15 +327,20 @@ class ModelHandle:
         self.error = refusal
         self._set("failed")
         self._scheduler.refuse(self.key, self.make_error)
-        return refusal
 
-    async def _find_or_call(
-        self, find: Callable[[], T | None], function: ModelFunction, keep: Callable[[T], None], deadline: float
+    async def _find_or_ask(
+        self,
+        find: Callable[[], T | None],
+        keep: Callable[[T], None],
+        deadline: float,
+        method: Callable[..., T],
+        **arguments: Any,
     ) -> T:
-        """The result of ``find``, or else of a function of the model, which is then kept; DeadlineError, its errors."""
+        """The result of ``find``, or else of a method of the catalogues, which is kept; DeadlineError, its errors."""
         if (found := find()) is not None:
             return found
         limit_s = max(deadline - time.monotonic(), self._settings.deadline_s)
+        function = partial(ask_catalogs, method=method, **arguments)
         call = partial(self._scheduler.call, self.key, function, keep, deadline, limit_s)
         await wait_until(deadline, self._calling.acquire())  # one at a time, as long as its caller waits
         try:
@@ -392,4 +361,4 @@ class ModelHandle:
 
     def _set(self, state: ModelState) -> None:
         self.state = state
-        self.notify()
+        self.changed.set()

@@ -96,8 +96,8 @@ class ModelManager:
     def ready(self) -> bool:
         """Whether all models to load at the start have loaded or failed, and the server is not draining."""
         unseen = [handle for name in self._unseen if (handle := self.handles.get(name)) is not None]
-        self._unseen -= {handle.name for handle in unseen if handle.is_active}
-        return all(handle.is_settled for handle in unseen) and not self.draining and not self._ending
+        self._unseen -= {handle.name for handle in unseen if handle.state == "ready"}
+        return not (self.draining or self._ending or any(handle.state == "loading" for handle in unseen))
 
     @property
     def failures(self) -> list[ModelEntry]:
@@ -130,7 +130,7 @@ class ModelManager:
         """Fail the requests that wait for a model to load, because the process is about to end; on the event loop."""
         self._aborted = True
         for handle in self._all:
-            handle.notify()
+            handle.changed.set()
 
     async def close(self) -> None:
         """Finish admitted work, then end the threads; in a process that ends, only within a short time."""
@@ -182,10 +182,12 @@ class ModelManager:
             if handle.answers == "none":
                 raise unloading_error(handle.name, handle.rows * handle.seconds_per_row)
             handle.last_used = time.monotonic()
-            if not handle.is_settled:
+            if handle.state == "loading":
                 with (timings or Timings()).step("load"):
                     await self._wait_for(handle, deadline)
-            if handle.failed:  # a new error each time: a shared one would keep the frames of all requests that raise it
+            if (
+                handle.state == "failed"
+            ):  # a new error each time: a shared one would keep the frames of all requests that raise it
                 raise handle.make_error()
             if handle.answers == "all":
                 return handle
@@ -290,7 +292,7 @@ class ModelManager:
         return ""
 
     def _list_counted(self) -> list[ModelHandle]:
-        return [handle for handle in self._all if not handle.failed]
+        return [handle for handle in self._all if handle.state != "failed"]
 
     def _list_unused(self) -> list[ModelHandle]:
         """The models that may be unloaded to make room, the first to go first."""
@@ -355,9 +357,9 @@ class ModelManager:
         UnavailableError if that takes too long, or is aborted.
         """
         with suppress(DeadlineError), handle.hold():
-            awaited = handle.wait_for(lambda: handle.is_settled or handle.answers != "all" or self._aborted)
+            awaited = handle.wait_for(lambda: handle.state != "loading" or handle.answers != "all" or self._aborted)
             await wait_until(deadline, awaited)
-        if not handle.is_settled and handle.answers == "all":
+        if handle.state == "loading" and handle.answers == "all":
             raise UnavailableError(f"model {handle.name} is loading", retry_after=handle.seconds_to_load)
 
     def _start(self, entry: ModelEntry) -> ModelHandle:
@@ -376,8 +378,7 @@ class ModelManager:
 
     def _load(self, entry: ModelEntry) -> Executor:
         """Load a model and create its executor; LayertapError. In a thread."""
-        model = self.registry.load_entry(entry)
-        entry.state = "loading"  # until requests may use it
+        model = self.registry.load_model(entry.spec)
         if model.report is not None and (report := model.report.describe()):
             log.info("a checkpoint was read", extra={"fields": {"model": entry.spec.name, **report}})
         executor = self._create_executor(model)

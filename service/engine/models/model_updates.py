@@ -161,7 +161,7 @@ class ModelUpdates:
             handle = manager.handles.get(name)
             if not changes.needs_loading(name):
                 entries[name].spec = specs[name]
-            elif handle is not None and not handle.failed:
+            elif handle is not None and handle.state != "failed":
                 exchanges.append(self._begin_exchange(entries[name], specs[name]))
             else:
                 manager.put_entry(entries[name].make_next(specs[name]))

@@ -18,8 +18,8 @@ from layertap.service.engine.execute.executor import Executor, fail_batch
 from layertap.service.engine.execute.model_calls import ModelFunction
 from layertap.service.engine.execute.threads import wrap_error
 from layertap.service.engine.rows import ItemAttempts, count_rows
-from layertap.service.engine.schedule.batch_keys import Pace
 from layertap.service.engine.schedule.batcher import Batcher, Clock
+from layertap.service.engine.schedule.pace import Pace
 from layertap.service.engine.schedule.waiting import DeviceSlots, SlotWait
 from layertap.service.errors import failure_error, unloading_error
 from layertap.service.inputs.items import LocalItem
