@@ -40,13 +40,7 @@ Part = tuple[int, RowSlice]  # rows of a slice, and the slice's index in the bat
 class BatchRunner:
     """Runs one batch; created and used in the thread of its replica."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        replica: Replica,
-        batch: Batch,
-        check_every: int,
-    ) -> None:
+    def __init__(self, model: LoadedModel, replica: Replica, batch: Batch, check_every: int) -> None:
         """``check_every``: one in so many shared forwards is compared with a row that runs alone."""
         self._crossing = ""
         self._check_every = check_every
@@ -61,7 +55,7 @@ class BatchRunner:
         """One result or several for each slice of the batch, or of ``parts``; nothing is raised."""
         parts = parts or list(enumerate(self._batch.slices))
         try:
-            results = self._attempt(parts) if not self._must_split(parts) else self._attempt_rows(parts)
+            results = self._attempt(parts)
         except BaseException as error:  # not from a forward: a lost device, or out of memory outside a forward
             wrapped = wrap_error(error)
             self._failure = self._failure or find_lasting_failure(wrapped, self._model, self._replica)
@@ -70,24 +64,16 @@ class BatchRunner:
             self._failure = self._failure or f"a forward of model {self._model.spec.name} has overwritten its weights"
         return BatchResult(results, self._failures, self._failure, crossing=self._crossing)
 
-    def _must_split(self, parts: Sequence[Part]) -> bool:
-        """Whether rows are known to affect each other since the batch was formed."""
-        return self._model.row_check.found and _count_rows(parts) > 1 and not self._batch.unsplittable
-
-    def _attempt_rows(self, parts: Sequence[Part]) -> list[SliceResult]:
-        """Run each row in a forward of its own."""
-        rows = [
-            (index, replace(each, start=row, stop=row + 1))
-            for index, each in parts
-            for row in range(each.start, each.stop)
-        ]
-        return [result for part in rows for result in self._attempt([part])]
-
     def _attempt(self, parts: Sequence[Part]) -> list[SliceResult]:
-        """Run these parts in one forward; if it fails, in two halves, until the failing request is alone."""
-        outcome = RuntimeError(self._failure) if self._failure else self._try(parts)
+        """Run these parts in one forward; if it fails, in two halves, until the failing request is alone.
+
+        Each row runs alone if rows are known to affect each other, also since the batch was formed.
+        """
+        outcome: list[SliceResult] | LayertapError | RuntimeError = []
+        if not self._must_split(parts):
+            outcome = RuntimeError(self._failure) if self._failure else self._try(parts)
         if isinstance(outcome, list):
-            return outcome if outcome and not self._must_split(parts) else self._attempt_rows(parts)
+            return outcome if outcome and not self._must_split(parts) else self._attempt_each(_cut(parts, 1))
         # Outside the except block, so that the failed forward's tensors are freed.
         if isinstance(outcome, OutOfMemoryError):
             return self._retry_smaller(parts, outcome)
@@ -98,21 +84,25 @@ class BatchRunner:
             return _refuse(parts, outcome)
         del outcome  # its traceback holds the forward's tensors
         self._failures.error_splits += 1
-        return [*self._attempt(parts[:half]), *self._attempt(parts[half:])]
+        return self._attempt_each((parts[:half], parts[half:]))
+
+    def _attempt_each(self, pieces: Sequence[Sequence[Part]]) -> list[SliceResult]:
+        return [result for piece in pieces for result in self._attempt(piece)]
+
+    def _must_split(self, parts: Sequence[Part]) -> bool:
+        return self._model.row_check.found and _count_rows(parts) > 1 and not self._batch.unsplittable
 
     def _retry_smaller(self, parts: Sequence[Part], error: OutOfMemoryError) -> list[SliceResult]:
         """Retry without padding, or in two halves of the rows; a row that does not fit alone is refused."""
-        rows = max(self._padded_rows or 0, _count_rows(parts))
-        pieces: Sequence[Sequence[Part]] | None = (parts,)
-        if rows <= _count_rows(parts):
-            pieces = None if self._batch.unsplittable else _halve_by_rows(parts, rows)
+        count = _count_rows(parts)
+        rows = max(self._padded_rows or 0, count)
         self._failures.out_of_memory += 1
-        self._failures.memory_splits += pieces is not None
         transfer.release_memory(self._model.device)
-        if pieces is None:
-            return _refuse(parts, error, rows)
+        if rows == count and (count < 2 or self._batch.unsplittable):
+            return _refuse(parts, error)
+        self._failures.memory_splits += 1
         self._padded_rows = None
-        outcomes = [outcome for piece in pieces for outcome in self._attempt(piece)]
+        outcomes = self._attempt_each(_cut(parts, (count + 1) // 2) if rows == count else [parts])
         if not any(isinstance(outcome.results, OutOfMemoryError) for outcome in outcomes):
             self._failures.too_many_rows = min(self._failures.too_many_rows or rows, rows)
         return outcomes
@@ -227,8 +217,8 @@ def refuse(batch: Batch, error: LayertapError | RuntimeError) -> BatchResult:
     return BatchResult(_refuse(list(enumerate(batch.slices)), error))
 
 
-def _refuse(parts: Sequence[Part], error: LayertapError | RuntimeError, rows: int | None = None) -> list[SliceResult]:
-    rows = _count_rows(parts) if rows is None else rows
+def _refuse(parts: Sequence[Part], error: LayertapError | RuntimeError) -> list[SliceResult]:
+    rows = _count_rows(parts)
     return [SliceResult(index, each.start, each.stop, error, rows) for index, each in parts]
 
 
@@ -274,17 +264,17 @@ def find_lasting_failure(error: BaseException, model: LoadedModel, replica: Repl
     return f"model {model.spec.name} fails whatever it is given ({type(probe_error).__name__})"
 
 
-def _halve_by_rows(parts: Sequence[Part], rows: int) -> tuple[list[Part], list[Part]] | None:
-    if rows < 2:
-        return None
-    first: list[Part] = []
-    second: list[Part] = []
-    room = rows // 2
+def _cut(parts: Sequence[Part], size: int) -> list[list[Part]]:
+    """The rows of some parts in pieces of so many rows; the first one may have fewer."""
+    room = _count_rows(parts) % size
+    pieces: list[list[Part]] = [[]] if room else []
     for index, each in parts:
-        cut = each.start + min(room, each.rows)
-        if cut > each.start:
-            first.append((index, replace(each, stop=cut)))
-        if cut < each.stop:
-            second.append((index, replace(each, start=cut)))
-        room -= cut - each.start
-    return first, second
+        start = each.start
+        while start < each.stop:
+            if not room:
+                pieces.append([])
+                room = size
+            stop = min(start + room, each.stop)
+            pieces[-1].append((index, replace(each, start=start, stop=stop)))
+            start, room = stop, room - (stop - start)
+    return pieces
