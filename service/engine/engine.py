@@ -13,7 +13,6 @@ from typing import TypeVar
 from layertap.models.errors import LayertapError, OtherCallsError, RequestError
 from layertap.models.model_info import ModelInfo
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
-from layertap.service.engine.admit.planned_work import WorkPlan
 from layertap.service.engine.batch import Job, Results, UndecodedError
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.results import add_warnings, collect_features
@@ -51,7 +50,6 @@ class Engine:
         self.settings = settings
         self.metrics = metrics
         self.admission = AdmissionControl(manager.handles, settings, metrics)
-        self.work_plan = WorkPlan(settings, metrics)
         self.planner = Planner(settings, self.run_in_thread)
         self.job_maker = JobMaker(manager.scheduler, self.planner, self.run_in_thread, settings.max_results)
         self._pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=start_single_threaded)

@@ -19,8 +19,8 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.models.selection.selectors import make_selector
-from layertap.service.engine.admit.admission import Ticket
-from layertap.service.engine.admit.planned_work import PlannedWork, WorkPlan
+from layertap.service.engine.admit.admission import AdmissionControl, Ticket
+from layertap.service.engine.admit.planned_work import PlannedWork
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.limits import check_sizes
@@ -81,7 +81,7 @@ async def _explain(engine: Engine, request: ExtractRequest, sent: SentInputs, ti
     if request.reply.format.is_picture:  # captures are not drawn
         request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))
     work = await engine.run_in_thread(
-        partial(_plan_work, engine.work_plan, request, sent, explanation, handle), ticket.deadline
+        partial(_plan_work, engine.admission, request, sent, explanation, handle), ticket.deadline
     )
     made: Features | None = None
     work.check(ticket.deadline)
@@ -101,14 +101,14 @@ async def _explain(engine: Engine, request: ExtractRequest, sent: SentInputs, ti
 
 
 def _plan_work(
-    plan: WorkPlan, request: ExtractRequest, sent: SentInputs, explanation: Explanation, handle: ModelHandle
+    control: AdmissionControl, request: ExtractRequest, sent: SentInputs, explanation: Explanation, handle: ModelHandle
 ) -> PlannedWork:
     """Plan the changed inputs of all maps, as far as shapes are known."""
     model = find_model(handle, sent)
     changed = map_requests.list_changed_rows(list_maps(request, explanation), sent, model)
     seconds = sum(each.estimate_seconds(model) for each in changed)
     smaller = map_requests.name_savings(sent, explanation, model)
-    return PlannedWork(plan, handle, sum(each.count for each in changed), seconds, smaller)
+    return PlannedWork(control, handle, sum(each.count for each in changed), seconds, smaller)
 
 
 def _get_explanation(request: ExtractRequest) -> Explanation:

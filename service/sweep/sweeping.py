@@ -22,8 +22,8 @@ from layertap.models.labels import name_classes
 from layertap.models.selection.hook_points import InputOptions, Objective, Reduction, Sweep
 from layertap.models.selection.plan import Capture, Result
 from layertap.models.selection.selectors import make_selector
-from layertap.service.engine.admit.admission import Ticket
-from layertap.service.engine.admit.planned_work import CHUNK_ROWS, PlannedWork, WorkPlan, check_changed_inputs
+from layertap.service.engine.admit.admission import AdmissionControl, Ticket
+from layertap.service.engine.admit.planned_work import CHUNK_ROWS, PlannedWork, check_changed_inputs
 from layertap.service.engine.batch import Job, Results
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.results import collect_features, make_receipt
@@ -79,7 +79,7 @@ async def prepare(engine: Engine, request: ExtractRequest, sent: SentInputs, tic
     ticket.timings.facts.rows = 0  # rows are counted when they are answered
     find = partial(_describe_inputs, request, sweep, jobs, handle, engine.settings)
     inputs = await engine.run_in_thread(find, ticket.deadline)
-    work = _plan_work(engine.work_plan, request, sweep, handle, inputs)
+    work = _plan_work(engine.admission, request, sweep, handle, inputs)
     work.check(ticket.deadline)
     edited = await engine.run_in_thread(partial(_list_edited, inputs), ticket.deadline)
     ticket.reserve_bytes(sum(map(count_taken_bytes, edited)))
@@ -235,15 +235,15 @@ def _describe_inputs(
 
 
 def _plan_work(
-    plan: WorkPlan, request: ExtractRequest, sweep: Sweep, handle: ModelHandle, inputs: Sequence[SweptInput]
+    control: AdmissionControl, request: ExtractRequest, sweep: Sweep, handle: ModelHandle, inputs: Sequence[SweptInput]
 ) -> PlannedWork:
     """The planned work of all edits; TooLargeError if it, or the reply, exceeds a limit."""
     counts = [each.count(sweep) for each in inputs]
     count, numbers = sum(counts), sum(counts) + len(inputs)
-    check_changed_inputs(count, sum(map(bool, counts)), plan.settings, f"try {SMALLER}")
+    check_changed_inputs(count, sum(map(bool, counts)), control.settings, f"try {SMALLER}")
     check_sizes(numbers, 4 * numbers, len(inputs), request.reply)
     seconds = sum(each * _estimate_seconds(swept.job) for each, swept in zip(counts, inputs, strict=True))
-    return PlannedWork(plan, handle, count, seconds, SMALLER)
+    return PlannedWork(control, handle, count, seconds, SMALLER)
 
 
 def _prepare_sources(inputs: Sequence[SweptInput], edited: Sequence[Job]) -> list[SweptInput]:

@@ -15,7 +15,7 @@ import pytest
 from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import InputSpec
 from layertap.service.app import create_engine
-from layertap.service.engine.admit.planned_work import PlannedWork, WorkPlan
+from layertap.service.engine.admit.planned_work import PlannedWork
 from layertap.service.engine.engine import Engine
 from layertap.service.errors import DeadlineError
 from layertap.service.settings import Settings
@@ -116,9 +116,9 @@ def test_turns() -> None:
     async def run(engine: Engine) -> None:
         deadline = time.monotonic() + DEADLINE_S
         worker = await engine.manager.get_handle("held", deadline)
-        unit, plan = worker.pace.estimate_seconds(1.0), WorkPlan(engine.settings, engine.metrics)
+        unit = worker.pace.estimate_seconds(1.0)
         works = {
-            seconds: PlannedWork(plan, worker, rows=100, seconds=seconds / unit, smaller="less")
+            seconds: PlannedWork(engine.admission, worker, rows=100, seconds=seconds / unit, smaller="less")
             for seconds in (5, 6, 7, 1)
         }
         held = {seconds: ExitStack() for seconds in works}

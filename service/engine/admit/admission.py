@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
 
 from layertap.models.errors import TooLargeError
 from layertap.service.engine.models.model_handle import ModelHandle
@@ -13,6 +14,9 @@ from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 from layertap.service.timings import Timings
 
+if TYPE_CHECKING:
+    from layertap.service.engine.admit.planned_work import PlannedWork
+
 WAIT_MARGIN = 1.25  # factor on the estimated wait, because estimates may be too low
 
 
@@ -20,11 +24,12 @@ class AdmissionControl:
     """Counts the admitted bytes and rows. For the event loop only.
 
     ``handles`` maps model names to the handles of this process, and changes as models come and go. ``used_bytes``
-    counts request bodies as they arrive, rows, and estimated replies.
+    counts request bodies as they arrive, rows, and estimated replies; ``works`` are unfinished explanations and sweeps.
     """
 
     def __init__(self, handles: Mapping[str, ModelHandle], settings: Settings, metrics: Metrics) -> None:
         self.used_bytes = 0
+        self.works: list[PlannedWork] = []
         self.handles = handles
         self.settings = settings
         self.metrics = metrics

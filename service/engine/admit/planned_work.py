@@ -10,25 +10,15 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from layertap.models.errors import TooLargeError
-from layertap.service.engine.admit.admission import WAIT_MARGIN
+from layertap.service.engine.admit.admission import WAIT_MARGIN, AdmissionControl
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.errors import QueueTooLongError
-from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 
 LENIENCY = 2.0  # work that runs alone may be this many times faster than estimated
 CHUNK_ROWS = 32  # changed inputs queued at a time
 TURNS = 2  # works that run on a device at a time: one prepares rows while the other computes
-
-
-@dataclass(eq=False)
-class WorkPlan:
-    """The unfinished explanations and sweeps of this process. For the event loop only."""
-
-    settings: Settings
-    metrics: Metrics
-    works: list[PlannedWork] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -39,7 +29,7 @@ class PlannedWork:
     needed; ``done``: rows answered. ``begun``: it has had its first turn or waits for it.
     """
 
-    plan: WorkPlan
+    control: AdmissionControl
     handle: ModelHandle
     rows: int
     seconds: float
@@ -56,13 +46,13 @@ class PlannedWork:
 
     @contextmanager
     def count(self) -> Iterator[None]:
-        """List this work in the plan until the block ends."""
-        self.plan.works.append(self)
+        """List this work among the unfinished ones until the block ends."""
+        self.control.works.append(self)
         try:
             yield
         finally:
-            self.plan.works.remove(self)
-            for other in self.plan.works:
+            self.control.works.remove(self)
+            for other in self.control.works:
                 other.changed.set()
 
     async def wait_for_turn(self, deadline: float) -> None:
@@ -92,25 +82,25 @@ class PlannedWork:
         alone = self.handle.pace.estimate_least_seconds(self.seconds)
         if alone / LENIENCY > left:
             hint = f"run at most {max(int(self.rows * left / alone), 1)} changed inputs: {self.smaller}"
-            if alone > self.plan.settings.deadline_s:
+            if alone > self.control.settings.deadline_s:
                 hint += ", or raise LAYERTAP_DEADLINE_S"
             self._refuse(f"about {alone:.1f} s", hint, alone, alone)
 
     def _refuse(self, taken: str, hint: str, retry_after: float, needed_s: float) -> NoReturn:
-        self.plan.metrics.count("refused_total", "deadline")
+        self.control.metrics.count("refused_total", "deadline")
         detail = f"{self.rows} changed inputs take {taken}: the deadline would pass"
         raise QueueTooLongError(detail, hint=hint, retry_after=retry_after, needed_s=needed_s)
 
     def _has_turn(self) -> bool:
         """Whether few enough other works have less time left; ties go to the one that came first."""
-        works, seconds = self.plan.works, self.seconds_left
+        works, seconds = self.control.works, self.seconds_left
         begun = [other for other in self._list_others() if other.begun]
         ahead = [(other.seconds_left, works.index(other)) < (seconds, works.index(self)) for other in begun]
         return sum(ahead) < TURNS * max(len(self.handle.devices), 1)  # an unloaded model has no devices
 
     def _list_others(self) -> list[PlannedWork]:
         """The other works on its device."""
-        return [each for each in self.plan.works if each is not self and each.handle.shares_device(self.handle)]
+        return [each for each in self.control.works if each is not self and each.handle.shares_device(self.handle)]
 
 
 def check_changed_inputs(count: int, rows: int, settings: Settings, smaller: str) -> None:
