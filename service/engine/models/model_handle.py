@@ -83,24 +83,18 @@ class ModelHandle:
         self.last_used = time.monotonic()
         self.isolated = False
         self.planned: LRUCache[Hashable, Any] = LRUCache(MAX_KEPT)
-        self.model: ModelInfo  # as the next two: set once the model is loaded
+        self.executor: Executor  # as the next three: set when the model is first loaded
+        self.model: ModelInfo
         self.batch_keys: BatchKeyCache
         self.pace: Pace
         self._load = load
         self._make_room = make_room
         self._began = time.monotonic()
-        self._executor: Executor | None = None
+        self._has_loaded = False
         self._scheduler = scheduler
         self._settings = settings
         self._calling = asyncio.Lock()
         self._life: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._live())
-
-    @property
-    def executor(self) -> Executor:
-        """The model's executor; UnavailableError if it was never loaded."""
-        if self._executor is None:
-            raise self.make_error()
-        return self._executor
 
     @property
     def seconds_to_load(self) -> float:
@@ -203,23 +197,18 @@ class ModelHandle:
         except ModelLostError:
             raise self.make_error() from None
 
-    def let_go(self) -> None:
-        """Answer only the requests that hold it."""
-        self.answers = "held"
-        self.changed.set()
-
     async def stop(self, limit_s: float | None) -> None:
         """Finish admitted work for at most ``limit_s`` seconds, then release the model."""
         self.answers = "none"
         self.changed.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self.wait_for(lambda: not self.rows and (self.state != "loading" or self._executor is not None))
+                await self.wait_for(lambda: not self.rows and (self.state != "loading" or self._has_loaded))
                 await self.wait_for(lambda: self._scheduler.is_idle(self.key))
                 self._scheduler.remove_model(self.key)
                 self._end_loading()
-                if self._executor is not None:
-                    await self._executor.close()
+                if self._has_loaded:
+                    await self.executor.close()
         self._end_loading()
         self._forget_requests()  # they refer to this handle
         self._set("gone")
@@ -229,7 +218,7 @@ class ModelHandle:
         pause, began, quick = FIRST_PAUSE_S, -math.inf, False
         while True:
             try:
-                await (self._begin() if self._executor is None else self._executor.restart())
+                await (self.executor.restart() if self._has_loaded else self._begin())
             except Exception as error:
                 self._fail(error)
                 if not isinstance(self.error, LoadError) or self.error.kind != "killed":
@@ -260,7 +249,7 @@ class ModelHandle:
             if budget is not None and size > budget:
                 detail = f"it takes {size} bytes, and all models together may have {budget}"
                 raise LoadError(detail, hint="set LAYERTAP_MODEL_MEMORY_BYTES")
-            self.model, self.batch_keys = model, BatchKeyCache(model, self.key, executor.devices, self._settings)
+            self.batch_keys = BatchKeyCache(model, self.key, executor.devices, self._settings)
             key = self.batch_keys.get(model.catalog, model.shapes)
             # On a GPU, forwards only overlap.
             parallel = sum(device == CPU for device in executor.devices) or len(set(executor.devices))
@@ -274,7 +263,7 @@ class ModelHandle:
             self._scheduler.remove_model(self.key)
             await executor.close()
             raise
-        self._executor = executor
+        self.executor, self.model, self._has_loaded = executor, model, True
 
     def _note_crossing(self, model: ModelInfo, layer: str, shared_answers: int) -> None:
         """Rows turned out to affect each other: run each alone from now on, also after the next start."""
@@ -320,10 +309,11 @@ class ModelHandle:
         """Note why the model can't be loaded, and fail the requests that wait for it."""
         refusal = error if isinstance(error, LayertapError) else make_load_error(error.__cause__ or error)
         fields = {"model": self.name, "reason": refusal.detail, "hint": refusal.hint}
-        own_code = not isinstance(refusal, LoadError) or refusal.kind in OWN_CODE
-        log.error("a model could not be loaded", exc_info=error if own_code else None, extra={"fields": fields})
+        kind: Failure = refusal.kind if isinstance(refusal, LoadError) else "other"
+        exc_info = error if kind in OWN_CODE else None
+        log.error("a model could not be loaded", exc_info=exc_info, extra={"fields": fields})
         reason = f"{refusal.detail}; {refusal.hint}" if refusal.hint else refusal.detail
-        self.entry.fail(reason, (refusal.kind if isinstance(refusal, LoadError) else "") or "other")
+        self.entry.fail(reason, kind or "other")
         self.error = refusal
         self._set("failed")
         self._scheduler.refuse(self.key, self.make_error)

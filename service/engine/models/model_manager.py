@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -185,10 +185,8 @@ class ModelManager:
             if handle.state == "loading":
                 with (timings or Timings()).step("load"):
                     await self._wait_for(handle, deadline)
-            if (
-                handle.state == "failed"
-            ):  # a new error each time: a shared one would keep the frames of all requests that raise it
-                raise handle.make_error()
+            if handle.state == "failed":
+                raise handle.make_error()  # a new one: a shared one would keep the frames of all requests that raise it
             if handle.answers == "all":
                 return handle
 
@@ -227,15 +225,14 @@ class ModelManager:
         self.registry.put_entry(entry)
         self.handles[handle.name] = handle
 
-    def put_entry(self, entry: ModelEntry) -> None:
-        """Add an entry, or replace the one with its name, and load it if it is to be loaded at the start.
+    def put_entry(self, entry: ModelEntry) -> ModelHandle | None:
+        """Add an entry, or replace the one with its name; its handle, if it is to be loaded at the start.
 
         The old handle of the name finishes its requests and is unloaded.
         """
         self._let_go(entry.spec.name)
         self.registry.put_entry(entry)
-        if entry.spec.load == "startup" and not self.draining:
-            self._start(entry)
+        return self._start(entry) if entry.spec.load == "startup" and not self.draining else None
 
     def remove_entry(self, name: str) -> None:
         """Remove a model: new requests don't find it, its own are answered."""
@@ -244,26 +241,23 @@ class ModelManager:
 
     # Which models stay
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all models, with the expected ones of models that are loading."""
-        return _count_bytes(self._list_counted())
-
     def tidy(self) -> None:
         """Unload models that exceed their idle time, and unused ones while all models exceed the memory limit."""
         now = time.monotonic()
         for handle in list(self.handles.values()):
-            timeout_s = self._get_timeout(handle)
+            spec = handle.entry.spec
+            default_s = self._settings.model_idle_timeout_s if spec.load == "lazy" else None
+            timeout_s = default_s if spec.idle_timeout_s is None else spec.idle_timeout_s
             if timeout_s is not None and now - handle.last_used >= timeout_s and handle.is_unused:
                 self._unload_now(handle)
         budget = self._settings.model_memory_bytes
         if budget is None:
             return
-        while self.used_bytes > budget and (unused := self._list_unused()):
+        while (used := self._count_bytes()) > budget and (unused := self._list_unused()):
             self._unload_now(unused[0])
-        was_over, self._is_over_budget = self._is_over_budget, self.used_bytes > budget
+        was_over, self._is_over_budget = self._is_over_budget, used > budget
         if self._is_over_budget and not was_over:
-            fields = {"used_bytes": self.used_bytes, "model_memory_bytes": budget}
+            fields = {"used_bytes": used, "model_memory_bytes": budget}
             log.warning("models in use take more than all may: no other is loaded", extra={"fields": fields})
 
     def _make_room(self, entry: ModelEntry, hint: str = COME_AGAIN) -> None:
@@ -271,39 +265,37 @@ class ModelManager:
 
         UnavailableError with the hint, and nothing is unloaded, if the models in use leave no room.
         """
-        staying, unused, going = self._list_counted(), self._list_unused(), list[ModelHandle]()
-        while shortage := self._find_shortage(entry, staying):
+        unused, going = self._list_unused(), list[ModelHandle]()
+        while shortage := self._find_shortage(entry, going):
             if not unused:
                 raise UnavailableError(shortage, hint=hint, retry_after=NO_ROOM_RETRY_S)
             going.append(unused.pop(0))
-            staying.remove(going[-1])
         for handle in going:
             self._unload_now(handle)
 
-    def _find_shortage(self, entry: ModelEntry, staying: Iterable[ModelHandle]) -> str:
-        """What is missing to load one more model beside others; empty if there is room."""
+    def _find_shortage(self, entry: ModelEntry, going: Sequence[ModelHandle]) -> str:
+        """What is missing to load one more model once others are gone; empty if there is room."""
         limit, budget = self._settings.max_loaded_models, self._settings.model_memory_bytes
-        name, used = entry.spec.name, _count_bytes(staying)
-        if len({handle.name for handle in staying} - {name}) >= limit:  # a next version is not an additional model
+        name, used = entry.spec.name, self._count_bytes(going)
+        # A next version is not an additional model.
+        if len({handle.name for handle in self._list_counted(going)} - {name}) >= limit:
             return f"{limit} models are loaded and in use, the limit (LAYERTAP_MAX_LOADED_MODELS)"
         if budget is not None and used + entry.memory_bytes > budget:
             taken = f"model {name} took {entry.memory_bytes} bytes when it was loaded last, and "
             return f"{taken if entry.memory_bytes else ''}models in use have {used} of {budget} bytes"
         return ""
 
-    def _list_counted(self) -> list[ModelHandle]:
-        return [handle for handle in self._all if handle.state != "failed"]
+    def _list_counted(self, going: Sequence[ModelHandle] = ()) -> list[ModelHandle]:
+        return [handle for handle in self._all if handle.state != "failed" and handle not in going]
+
+    def _count_bytes(self, going: Sequence[ModelHandle] = ()) -> int:
+        """Bytes of all models but some, with the expected ones of models that are loading."""
+        return sum(handle.entry.memory_bytes for handle in self._list_counted(going))
 
     def _list_unused(self) -> list[ModelHandle]:
         """The models that may be unloaded to make room, the first to go first."""
         unused = [each for each in self.handles.values() if each.entry.spec.load == "lazy" and each.is_unused]
         return sorted(unused, key=lambda handle: handle.last_used)
-
-    def _get_timeout(self, handle: ModelHandle) -> float | None:
-        spec = handle.entry.spec
-        if spec.idle_timeout_s is not None or spec.load != "lazy":
-            return spec.idle_timeout_s
-        return self._settings.model_idle_timeout_s
 
     # Background tasks
 
@@ -321,9 +313,10 @@ class ModelManager:
             self._metrics.count("task_failures_total", "once")
 
     def _let_go(self, name: str) -> None:
-        handle = self.handles.pop(name, None)
-        if handle is not None:
-            handle.let_go()
+        """Let the handle of a name answer only the requests that hold it, and unload it then."""
+        if (handle := self.handles.pop(name, None)) is not None:
+            handle.answers = "held"
+            handle.changed.set()
             self.run_beside(self._stop_when_released(handle))
 
     async def _stop_when_released(self, handle: ModelHandle) -> None:
@@ -406,7 +399,3 @@ class ModelManager:
             del self.handles[handle.name]
             handle.entry.unload()
         self._has_unloaded = True
-
-
-def _count_bytes(handles: Iterable[ModelHandle]) -> int:
-    return sum(handle.entry.memory_bytes for handle in handles)

@@ -84,7 +84,9 @@ class ModelUpdates:
             raise ConflictError("there is no configuration file", hint="LAYERTAP_CONFIG or --config names one")
         async with self._reading:
             configuration = await self._run_in_thread(partial(_read_again, path), time.monotonic() + READ_S)
-            await self._wait_for_changes()
+            # Until no model is being replaced, and the previous configuration is in effect; others may begin meanwhile.
+            while pending := [task for task in (*self._exchanges.values(), self._applying) if task and not task.done()]:
+                await asyncio.wait(pending)
             manager = self._manager
             specs = {entry.spec.name: entry.spec for entry in manager.registry}
             if mistakes := _find_mistakes(configuration.models, configuration.default, specs):
@@ -106,11 +108,6 @@ class ModelUpdates:
             await self.reload()
         except LayertapError as error:
             log.error("the configuration is not read anew", extra={"fields": {"reason": error.detail}})
-
-    async def _wait_for_changes(self) -> None:
-        """Return once no model is being replaced, and the previous configuration is in effect."""
-        while pending := [task for task in (*self._exchanges.values(), self._applying) if task and not task.done()]:
-            await asyncio.wait(pending)  # others may begin meanwhile
 
     def _find_configured(self, name: str) -> tuple[ModelSpec, Allowed]:
         """The configured spec of a model to replace, and what the configuration allows."""
@@ -148,26 +145,19 @@ class ModelUpdates:
 
     def _begin_changes(self, configuration: Configuration, changes: Changes) -> list[asyncio.Future[Any]]:
         """Begin to load the models that are new, changed or failed before; returns futures of their loads."""
-        manager, specs = self._manager, {spec.name: spec for spec in configuration.models}
+        manager, loading = self._manager, list[asyncio.Future[Any]]()
         entries = {entry.spec.name: entry for entry in manager.registry}
-        failed = [name for name, entry in entries.items() if entry.state == "failed"]
-        again = [name for name in failed if name in specs and name not in changes.changed]
-        exchanges: list[Exchange] = []
-        for name in changes.added:
-            manager.put_entry(ModelEntry(specs[name]))
-        for name in again:
-            manager.put_entry(entries[name].make_next(specs[name]))
-        for name in changes.changed:
-            handle = manager.handles.get(name)
-            if not changes.needs_loading(name):
-                entries[name].spec = specs[name]
-            elif handle is not None and handle.state != "failed":
-                exchanges.append(self._begin_exchange(entries[name], specs[name]))
-            else:
-                manager.put_entry(entries[name].make_next(specs[name]))
-        names = (*changes.added, *again, *changes.changed)
-        loading = [handle for name in names if (handle := manager.handles.get(name)) is not None]
-        return [*exchanges, *(asyncio.ensure_future(handle.wait_until_settled()) for handle in loading)]
+        for spec in configuration.models:
+            entry, handle = entries.get(spec.name), manager.handles.get(spec.name)
+            is_changed = spec.name in changes.changed
+            if entry is not None and is_changed and not changes.needs_loading(spec.name):
+                entry.spec = spec
+            elif entry is not None and is_changed and handle is not None and handle.state != "failed":
+                loading.append(self._begin_exchange(entry, spec))
+            elif entry is None or is_changed or entry.state == "failed":
+                handle = manager.put_entry(entry.make_next(spec) if entry is not None else ModelEntry(spec))
+                loading += [] if handle is None else [asyncio.ensure_future(handle.wait_until_settled())]
+        return loading
 
     async def _apply(
         self, configuration: Configuration, changes: Changes, loading: Sequence[asyncio.Future[Any]]
