@@ -254,9 +254,8 @@ class ModelHandle:
             # On a GPU, forwards only overlap.
             parallel = sum(device == CPU for device in executor.devices) or len(set(executor.devices))
             self.pace = Pace(model, key, len(executor.devices), parallel)
-            note_crossing = partial(self._note_crossing, model)
-            scheduled = ScheduledModel(self.key, self.name, executor, self.pace, self.changed.set, note_crossing)
-            self._scheduler.add_model(scheduled)
+            on_idle, on_crossing = self.changed.set, self._note_crossing
+            self._scheduler.add_model(ScheduledModel(self.key, self.name, executor, self.pace, on_idle, on_crossing))
             if key.padded_rows is not None:
                 await self._try_padding(key.padded_rows)
         except BaseException:
@@ -265,12 +264,12 @@ class ModelHandle:
             raise
         self.executor, self.model, self._has_loaded = executor, model, True
 
-    def _note_crossing(self, model: ModelInfo, layer: str, shared_answers: int) -> None:
+    def _note_crossing(self, layer: str, shared_answers: int) -> None:
         """Rows turned out to affect each other: run each alone from now on, also after the next start."""
-        if model.catalogs.crossing is not None:
+        if self.model.catalogs.crossing is not None:
             return
-        note = write_note(self._settings.cache_dir / "costs", model.identity, shared_answers)
-        model.catalogs.note_crossing(note)
+        note = write_note(self._settings.cache_dir / "costs", self.model.identity, shared_answers)
+        self.model.catalogs.note_crossing(note)
         self._forget_requests()
         fields = {"model": self.name, "layer": layer, "shared_answers": shared_answers}
         log.error("rows of a model affect each other: from now on each runs alone", extra={"fields": fields})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from layertap.models.catalog.catalog import Catalog, Costs
 from layertap.models.compiled.compiled_plan import CompiledPlan
@@ -18,7 +18,6 @@ from layertap.service.settings import Settings
 
 MAX_KEYS = 8 * MAX_CATALOGS  # without and with graphs, from the input or from a layer, compiled
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}  # of the memory that is free at loading: the share for forwards
-KeyParts = tuple[int, Shapes, frozenset[HookPoint] | None, CompiledPlan | None, bool, bool]
 
 
 class BatchKeyCache:
@@ -32,7 +31,7 @@ class BatchKeyCache:
         self._replicas = len(devices) // len(self._devices)
         self._settings = settings
         self._max_bytes = _measure_max_bytes(self._devices, self._replicas, settings)
-        self._keys = LRUCache[KeyParts, tuple[Catalog, BatchKey]](MAX_KEYS)
+        self._keys = LRUCache[Hashable, tuple[Catalog, BatchKey]](MAX_KEYS)
 
     def get(
         self,
