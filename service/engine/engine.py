@@ -30,6 +30,7 @@ from layertap.service.engine.rows import Items
 from layertap.service.engine.threads import is_short
 from layertap.service.features import Features, warn_of_cuts
 from layertap.service.fetch.fetcher import Fetcher
+from layertap.service.inputs.items import UrlItem
 from layertap.service.metrics import Metrics, Snapshot
 from layertap.service.settings import Settings
 
@@ -153,7 +154,7 @@ class Engine:
 
         RequestError. Planned first if possible, so that a refused request fetches nothing.
         """
-        if not sent.has_urls:
+        if not any(isinstance(item, UrlItem) for _, item in sent.items):
             return sent
         handle = await self.get_handle(request.model, ticket)
         if request.explanation is None and request.sweep is None:
@@ -232,7 +233,7 @@ class Engine:
                 ticket.resize(planned.rows)  # before decoding and surveys
                 if tried.items is None:
                     sent = complete_texts(planned.request, tried.sent, handle.model)
-                    tried.items = sent.local_items
+                    tried.items = [(index, item) for index, item in sent.items if not isinstance(item, UrlItem)]
                     if len(tried.items) < len(sent.items):
                         inputs, rows = planned.inputs, planned.rows
                         tried.items = await fetch_inputs(request, sent, inputs, rows, self.fetcher, ticket)

@@ -21,7 +21,7 @@ from layertap.models.selection.hook_points import (
 from layertap.models.spec import Truncate
 from layertap.service.formats.buffers import EncodeOptions
 from layertap.service.formats.table import FORMATS, ReplyFormat
-from layertap.service.inputs.items import InputItem, LocalItem, UrlItem
+from layertap.service.inputs.items import InputItem
 from layertap.service.types import Priority
 
 MAX_LAYERS = 64  # of a request for which plans are kept
@@ -41,16 +41,6 @@ class SentInputs:
 
     items: tuple[tuple[int, InputItem], ...] = ()
     faults: tuple[Fault, ...] = ()
-
-    @property
-    def local_items(self) -> list[tuple[int, LocalItem]]:
-        """The items that need no fetch."""
-        return [(index, item) for index, item in self.items if not isinstance(item, UrlItem)]
-
-    @property
-    def has_urls(self) -> bool:
-        """Whether some items are URLs."""
-        return len(self.local_items) < len(self.items)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -336,8 +336,10 @@ def _names_unseen_calls(request: ExtractRequest, catalog: Catalog) -> bool:
 
 def complete_texts(request: ExtractRequest, sent: SentInputs, model: ModelInfo) -> SentInputs:
     """The inputs with the request's prompt, or the model's default, before each text, and how to cut it."""
-    prompt = find_prompt(request, model)
-    limit = model.text.limits.get(request.prompt or "") if model.text else None
+    text = model.model_inputs.text
+    if text is None:
+        return sent
+    prompt, limit = find_prompt(request, model), text.limits.get(request.prompt or "")
     if not prompt and request.truncate is None and limit is None:
         return sent
     completed = {  # a shared item stays shared
