@@ -8,21 +8,18 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import signal
 import socket
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 
 from layertap.models.errors import LoadError
 from layertap.service.engine.execute.processes import forking
 from layertap.service.engine.execute.processes.channel import Channel, connect
-from layertap.service.engine.execute.processes.forking import ForkedProcess, Forker
+from layertap.service.engine.execute.processes.forking import Forker
 from layertap.service.engine.execute.processes.host import HostOptions, run_model_host
 
 FAILED = "the process that starts models' processes failed"
@@ -38,14 +35,12 @@ run_and_exit(lambda: run(int(sys.argv[1])), {FAILED!r})
 """
 STARTS = 2  # the fork server may have died since its last use
 START_SECONDS = 300.0  # for a fork server that imports libraries first, on a busy machine
-DESCRIPTORS = Path("/proc/self/fd")
 STDERR = 2
-IMPORTS: Mapping[str, Callable[[], object]] = {  # the libraries that hosts need, by the kind of their model's source
-    "torchvision": lambda: import_module("torchvision.models"),
-    "timm": lambda: import_module("timm"),
-    "transformers": lambda: import_module("transformers.models.auto.modeling_auto"),
+IMPORTS = {  # the libraries that hosts need, by the kind of their model's source
+    "torchvision": "torchvision.models",
+    "timm": "timm",
+    "transformers": "transformers.models.auto.modeling_auto",
 }
-Start = Callable[[socket.socket], Callable[[], object]]  # starts a process with a connection; returns what kills it
 
 
 class _ForkServers:
@@ -55,12 +50,13 @@ class _ForkServers:
         self._lock = threading.Lock()
         self._current: Forker | None = None
 
-    def get(self, start: Start) -> Forker:
+    def get(self, start: Callable[[int], int]) -> Forker:
+        """The fork server; ``start`` starts one with the descriptor of its connection, and returns its pid."""
         with self._lock:
             if self._current is None:
                 channel, connection = connect()
                 with closing(connection):
-                    self._current = Forker(channel, start(connection))
+                    self._current = Forker(channel, partial(forking.end_child, start(connection.fileno())))
             return self._current
 
     def close(self, server: Forker | None = None) -> None:
@@ -89,50 +85,36 @@ def fork_this_process(source: str = "") -> None:
     It begins to import the libraries that a host of the model ``source`` needs. This process must have one thread of
     Python and must not have computed on several threads; the fork server ends with this thread.
     """
-    _servers.get(partial(_fork, source))
+    _servers.get(lambda descriptor: forking.fork(partial(run, descriptor, source), FAILED))
 
 
-def start_host(connection: socket.socket, options: HostOptions) -> ForkedProcess:
-    """Start a host, which loads a model and reports on ``connection``; LoadError if it can't be started."""
+def start_host(options: HostOptions) -> Forker:
+    """Start a host, which loads a model and reports on its channel; LoadError if it can't be started."""
     detail = "no process can be started to load it"
-    for _ in range(STARTS):
-        try:
-            server = _servers.get(_start_python)
-            return ForkedProcess(server, server.fork(options, [connection.fileno()], START_SECONDS))
-        except EOFError:
-            _servers.close(server)
-        except OSError as error:
-            raise LoadError(f"{detail} ({error.strerror})") from error
+    channel, connection = connect()
+    with closing(connection):
+        for _ in range(STARTS):
+            try:
+                server = _servers.get(_start_python)
+                pid = server.fork(options, [connection.fileno()], START_SECONDS)
+                return Forker(channel, partial(server.end_process, pid))
+            except EOFError:
+                _servers.close(server)
+            except OSError as error:
+                detail = f"{detail} ({error.strerror})"
+                break
+    channel.close()
     raise LoadError(detail)
 
 
-def _fork(source: str, connection: socket.socket) -> Callable[[], object]:
-    """Fork this process."""
-    pid = forking.fork(partial(run, connection.fileno(), source), FAILED)
-
-    def kill() -> None:
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-    return kill
-
-
-def _start_python(connection: socket.socket) -> Callable[[], object]:
+def _start_python(descriptor: int) -> int:
     """Start a new Python process; this one may have any number of threads."""
-    number = connection.fileno()
-    process = subprocess.Popen(  # noqa: S603  (this Python, and a number)
-        [sys.executable, "-c", RUN, str(number), *sys.path], stdin=subprocess.DEVNULL, pass_fds=[number]
-    )
-
-    def kill() -> None:
-        process.kill()
-        process.wait()
-
-    return kill
-
-
-_imported: set[str] = set()
+    arguments = [sys.executable, "-c", RUN, str(descriptor), *sys.path]
+    files = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+        (os.POSIX_SPAWN_DUP2, descriptor, descriptor),  # the process inherits it
+    ]
+    return os.posix_spawn(sys.executable, arguments, os.environ, file_actions=files)
 
 
 def run(descriptor: int, source: str = "") -> None:
@@ -145,10 +127,8 @@ def run(descriptor: int, source: str = "") -> None:
     # already reused here.
     gc.freeze()
     gc.enable()
-    for other in [int(each.name) for each in DESCRIPTORS.iterdir()]:
-        if other > STDERR and other != descriptor:
-            with suppress(OSError):  # the descriptor of the directory itself, closed by now
-                os.close(other)
+    os.closerange(STDERR + 1, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
     _import_library(source)
     with suppress(EOFError):
         channel = Channel(socket.socket(fileno=descriptor))
@@ -163,10 +143,9 @@ def _prepare(options: HostOptions) -> str:
 def _import_library(source: str) -> None:
     """Import the library of a model's source once, for all hosts; if it is broken, only hosts that need it fail."""
     kind = source.partition(":")[0]
-    if kind in IMPORTS and kind not in _imported:
-        _imported.add(kind)
+    if kind in IMPORTS and IMPORTS[kind] not in sys.modules:
         gc.disable()  # collections during imports take a fifth of the time
         with suppress(Exception):
-            IMPORTS[kind]()
+            import_module(IMPORTS[kind])
         gc.freeze()
         gc.enable()

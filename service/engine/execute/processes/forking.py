@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from layertap.service.engine.execute.processes.channel import Channel
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-END_SECONDS = 60.0  # for a process that has been killed
+END_SECONDS = 60.0  # for a process that is killed
 OOM_SCORE = Path("/proc/self/oom_score_adj")
 WORKER_OOM_SCORE = "500"  # of 1000
 STATUS = Path("/proc/self/status")
@@ -61,9 +61,9 @@ def fork_on_request(
     ``prepare`` is called before, in this process, with the message; it returns the model's name.
     """
     while True:
-        message, descriptors = channel.receive_with_descriptors()
+        message, descriptors = channel.read()
         if isinstance(message, int):
-            channel.send(wait_for_child(message))
+            channel.send(end_child(message))
             continue
 
         def work_alone(message: Any = message, descriptors: Sequence[int] = descriptors) -> None:
@@ -79,10 +79,14 @@ def fork_on_request(
         channel.send(answer)
 
 
-def wait_for_child(pid: int) -> int | None:
-    """The exit status of an ending process, negative after a signal; None if this process did not start it."""
+def end_child(pid: int) -> int | None:
+    """Kill a process unless it has ended; its exit status, negative after a signal, or None if it is no child."""
     try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+        return os.waitstatus_to_exitcode(status)
     except ChildProcessError:
         return None
 
@@ -118,11 +122,21 @@ def limit_memory(more_bytes: int) -> None:
 class Forker:
     """A process that runs ``fork_on_request``; any thread may use it."""
 
-    def __init__(self, channel: Channel, kill: Callable[[], object]) -> None:
-        """``kill`` ends the process, whatever it does."""
+    def __init__(self, channel: Channel, end: Callable[[], int | None]) -> None:
+        """``end`` kills the process, and returns its exit status."""
         self.channel = channel
-        self._kill: Callable[[], object] | None = kill
+        self._end: Callable[[], int | None] | None = end
         self._lock = threading.Lock()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether an end of the channel is closed: that of the process, or this one, which ended it."""
+        poll = select.poll()
+        try:
+            poll.register(self.channel.connection, 0)  # only whether the other end is closed
+        except ValueError:  # this end is closed
+            return True
+        return bool(poll.poll(0))
 
     def fork(self, message: object, descriptors: Sequence[int], seconds: float) -> int:
         """The pid of a new process, which gets a message and descriptors. EOFError; OSError if none can be started."""
@@ -131,57 +145,29 @@ class Forker:
             raise OSError(0, answer)
         return int(answer)
 
-    def wait(self, pid: int) -> int | None:
-        """The exit status of a process that has been killed, or ends; None if unknown."""
+    def end_process(self, pid: int) -> int | None:
+        """Kill a process that it has forked, unless that has ended; the exit status, None if unknown."""
         with suppress(EOFError, OSError):
             status: int | None = self._ask(pid, (), END_SECONDS)
             return status
         return None
 
-    def close(self) -> None:
-        """End the process, also while it is asked."""
-        kill, self._kill = self._kill, None
-        if kill is not None:
-            kill()
+    def kill(self) -> int | None:
+        """End the process itself, also while it is asked; the exit status, None if unknown."""
+        end, self._end = self._end, None
+        return end() if end is not None else None
+
+    def close(self) -> int | None:
+        """End the process, and close the channel; returns as ``kill``."""
+        status = self.kill()
         self.channel.close()
+        return status
 
     def _ask(self, message: object, descriptors: Sequence[int], seconds: float) -> Any:
         with self._lock:
             try:
-                return self.channel.ask(message, seconds, descriptors)
+                self.channel.send(message, descriptors)
+                return self.channel.receive(seconds)
             except (EOFError, TimeoutError) as error:
                 self.close()  # a late answer would be taken for the next one
                 raise EOFError("the process does not answer") from error
-
-
-class ForkedProcess:
-    """A process that a ``forker`` has started; whoever asked for it ends it."""
-
-    def __init__(self, forker: Forker, pid: int) -> None:
-        self._forker = forker
-        self._pid = pid
-        self._descriptor = os.pidfd_open(pid)  # only ``end`` waits for the process, so the pid is not reused before
-
-    def watch(self) -> int:
-        """A descriptor that becomes readable when the process ends, owned by the caller."""
-        return os.dup(self._descriptor)
-
-    def kill(self) -> None:
-        """Kill the process; any thread may, also during ``end``."""
-        with suppress(OSError):
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-
-    def end(self, seconds: float = 0.0) -> int | None:
-        """The exit status; kills the process after ``seconds``. None if the status is unknown."""
-        has_ended(self._descriptor, seconds)
-        self.kill()
-        descriptor, self._descriptor = self._descriptor, -1
-        os.close(descriptor)
-        return self._forker.wait(self._pid)
-
-
-def has_ended(descriptor: int, seconds: float = 0.0) -> bool:
-    """Whether the process of a pidfd has ended, or does within ``seconds``."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))

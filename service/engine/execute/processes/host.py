@@ -32,10 +32,10 @@ from layertap.service import allocator, logs
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.forking import (
     be_killed_first,
+    end_child,
     fork,
     fork_on_request,
     limit_memory,
-    wait_for_child,
 )
 from layertap.service.engine.execute.processes.progress import Progress, map_progress
 from layertap.service.engine.execute.processes.worker import DecodingWorker, Worker
@@ -110,7 +110,8 @@ def _take_turn(channel: Channel) -> Iterator[None]:
 
     The server answers True when it is this host's turn, until False, the model's description or an error.
     """
-    channel.ask(True, timeout=None)
+    channel.send(True)
+    channel.receive()
     try:
         yield
     finally:
@@ -129,10 +130,10 @@ def run_in_copy(function: Callable[[], T]) -> T:
         try:
             result = channel.receive()
         except EOFError:
-            status = wait_for_child(pid)
+            status = end_child(pid)
             kind: Failure = "killed" if status == -signal.SIGKILL else "forward"
             raise LoadError(f"a forward ended its process (status {status})", kind=kind) from None
-    wait_for_child(pid)
+    end_child(pid)
     if isinstance(result, LayertapError):
         raise result
     return cast("T", result)

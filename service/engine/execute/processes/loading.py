@@ -17,18 +17,13 @@ from layertap.models.registry import load_ready_model
 from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.batch import CPU
-from layertap.service.engine.execute.executor import (
-    Executor,
-    InProcessExecutor,
-)
+from layertap.service.engine.execute.executor import Executor, InProcessExecutor
 from layertap.service.engine.execute.processes.host import HostOptions
 from layertap.service.engine.execute.processes.model_host import ModelHost, OnRestart
 from layertap.service.engine.execute.processes.process_executor import ProcessExecutor
 from layertap.service.engine.execute.processes.worker_decoder import WorkerDecoder
-from layertap.service.engine.execute.processes.worker_pool import (
-    WorkerPool,
-)
-from layertap.service.inputs.items import ImageItem, LocalItem
+from layertap.service.engine.execute.processes.worker_pool import WorkerPool
+from layertap.service.inputs.items import ImageItem
 from layertap.service.metrics import Metrics
 from layertap.service.settings import MIN_WORKER_MEMORY_BYTES, Settings
 
@@ -101,12 +96,7 @@ def create_decoder(model: LoadedModel | MultiDeviceModel, settings: Settings, on
     host = ModelHost(options, on_restart)
     host.load()
     workers = WorkerPool(host, settings.workers)
-    return WorkerDecoder(workers, settings, settings.cpu_threads, model.model_inputs, is_picture)
-
-
-def is_picture(item: LocalItem) -> bool:
-    """Whether an item is an encoded picture."""
-    return isinstance(item, ImageItem)
+    return WorkerDecoder(workers, settings, settings.cpu_threads, model.model_inputs, (ImageItem,))
 
 
 def choose_worker_bytes(settings: Settings) -> int:

@@ -17,7 +17,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.turns import build_beside, take_turn
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.fork_server import start_host
-from layertap.service.engine.execute.processes.forking import ForkedProcess, Forker
+from layertap.service.engine.execute.processes.forking import Forker
 from layertap.service.engine.execute.processes.host import HostOptions
 from layertap.service.engine.execute.processes.progress import Progress, create_progress
 from layertap.service.types import RestartReason
@@ -41,8 +41,8 @@ class StartedWorker:
 class ModelHost:
     """The process that has loaded a model, or only decodes for one, and starts workers.
 
-    ``workers``: the started workers, by pid, until their exit status is read. The methods block, so they belong in
-    threads; any thread may call them, but ``load`` not beside itself.
+    ``workers``: the started workers, by pid, until they are ended. The methods block, so they belong in threads; any
+    thread may call them, but ``load`` not beside itself.
     """
 
     def __init__(self, options: HostOptions, on_restart: OnRestart) -> None:
@@ -51,12 +51,17 @@ class ModelHost:
         self.workers: dict[int, StartedWorker] = {}
         self.name = options.spec.name
         self._options = options
-        self._lock = threading.Lock()  # of what follows
-        self._process: ForkedProcess | None = None
         self._forker: Forker | None = None
+        self._lock = threading.Lock()  # for whoever starts or ends the process
         self._closed = False
         self._identity: object = None  # of the model at its first load
         self._load_seconds = 0.0  # of the first load
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone; does not block."""
+        forker = self._forker
+        return forker is None or forker.has_ended
 
     def load(self) -> ModelInfo | None:
         """Start the process, and wait until it has loaded the model, if it has one to load.
@@ -65,8 +70,6 @@ class ModelHost:
         answer, or could not be started: a retry may help.
         """
         with self._lock:
-            for worker in list(self.workers.values()):  # of the previous host; other threads still wait for some
-                worker.channel.close()
             self._end()
             try:
                 return self._load()
@@ -85,27 +88,28 @@ class ModelHost:
         try:
             if forker is None:
                 raise EOFError("the host has ended")
-            with ExitStack() as failed, ExitStack() as sent:
-                channel, connection = connect()
+            channel, connection = connect()
+            with ExitStack() as failed:
                 failed.callback(channel.close)
-                sent.callback(connection.close)  # else a closed other end would go unnoticed here
-                progress, memory = create_progress()
-                sent.callback(os.close, memory)
-                pid = forker.fork("start a worker", (connection.fileno(), memory), START_SECONDS)
-                sent.close()
+                with closing(connection):  # else a closed other end would go unnoticed here
+                    progress, memory = create_progress()
+                    try:
+                        pid = forker.fork("start a worker", (connection.fileno(), memory), START_SECONDS)
+                    finally:
+                        os.close(memory)
                 started = self.workers[pid] = StartedWorker(pid, channel, progress)
                 channel.receive(START_SECONDS)  # it is ready
                 failed.pop_all()
                 return started
         except (EOFError, OSError) as error:
-            if pid >= 0:  # its connection is closed, so it ends
-                self.wait_for_worker(pid)
+            if pid >= 0:
+                self.end_worker(pid)
             raise LoadError(f"no worker of model {self.name} can be started", kind="killed") from error
 
-    def wait_for_worker(self, pid: int) -> int | None:
-        """The exit status of an ending worker; None if unknown."""
+    def end_worker(self, pid: int) -> int | None:
+        """Kill a worker, unless it has ended; the exit status, None if unknown."""
         forker = self._forker
-        status = forker.wait(pid) if forker is not None else None
+        status = forker.end_process(pid) if forker is not None else None
         self.workers.pop(pid, None)
         return status
 
@@ -113,37 +117,30 @@ class ModelHost:
         """Bytes of the workers that are not shared with other processes."""
         return sum(map(measure_private_bytes, list(self.workers)))
 
-    def watch(self) -> int | None:
-        """A descriptor that becomes readable when the process ends, owned by the caller; None if it has ended."""
-        with self._lock:
-            return self._process.watch() if self._process is not None else None
-
     def close(self) -> None:
         """End the workers, which nobody uses any more, and then the process; no worker starts from now on."""
         self._closed = True
-        if self._lock.locked() and self._process is not None:  # nobody waits for this load any more
-            self._process.kill()
-        for worker in list(self.workers.values()):
-            worker.channel.close()  # also of a worker that started while the server began to shut down
-            self.wait_for_worker(worker.pid)  # only the host can reap it if this process is PID 1
+        if self._lock.locked() and self._forker is not None:  # nobody waits for this load any more
+            self._forker.kill()
+        for worker in list(self.workers.values()):  # also one that started while the server began to shut down
+            worker.channel.close()
+            self.end_worker(worker.pid)  # only the host can reap it if this process is PID 1
         with self._lock:
             self._end()
 
     def _load(self) -> ModelInfo | None:
-        channel, connection = connect()
         started = time.monotonic()
         again = self._load_seconds > 0.0
         seconds = max(MIN_RELOAD_SECONDS, RELOAD_FACTOR * self._load_seconds) if again else LOAD_SECONDS
-        with closing(connection), label_failures("killed"):
+        with label_failures("killed"):
             if not self._closed:
-                self._process = start_host(connection, replace(self._options, reload=again))
-                self._forker = Forker(channel, self._process.kill)
-            if self._closed or self._process is None:  # meanwhile: ``close`` found no process to end
+                self._forker = start_host(replace(self._options, reload=again))
+            if self._closed or self._forker is None:  # meanwhile: ``close`` found no process to end
                 raise LoadError(f"model {self.name} is unloaded")
         try:
-            answer = self._receive_model(channel, started + seconds)
+            answer = self._receive_model(self._forker.channel, started + seconds)
         except EOFError:
-            status, self._process = self._process.end(START_SECONDS), None
+            status = self._forker.close()
             kind: Failure = "killed" if status in (None, -signal.SIGKILL) else "other"
             answer = LoadError(f"the process that loads it has ended (status {status})", kind=kind)
         except TimeoutError:
@@ -174,13 +171,13 @@ class ModelHost:
                     channel.send(True)
 
     def _end(self) -> None:
+        """End the process, and its workers with it."""
+        for worker in list(self.workers.values()):
+            worker.channel.close()
+        self.workers.clear()
         if self._forker is not None:
             self._forker.close()
             self._forker = None
-        if self._process is not None:
-            self._process.end()
-            self._process = None
-        self.workers.clear()
 
 
 def _identify(info: ModelInfo | None) -> object:

@@ -12,16 +12,16 @@ from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult
 from layertap.service.engine.execute.batch_runner import refuse
 from layertap.service.engine.execute.executor import Executor, Extend, fail_batch
 from layertap.service.engine.execute.model_calls import CallOutcome, ModelFunction
-from layertap.service.engine.execute.processes.channel import LARGE_BYTES
-from layertap.service.engine.execute.processes.wire import Captures, SentResult, unpack_results
+from layertap.service.engine.execute.processes.wire import Captures, SentResult, SentSpecs, ToWorker, unpack_results
 from layertap.service.engine.execute.processes.worker_decoder import WorkerDecoder
-from layertap.service.engine.execute.processes.worker_pool import GRACE_SECONDS, WorkerPool
-from layertap.service.engine.execute.processes.worker_process import ModelLostError, WorkerDiedError, WorkerProcess
+from layertap.service.engine.execute.processes.worker_pool import WorkerPool
+from layertap.service.engine.execute.processes.worker_process import Exchange, ModelLostError, WorkerDiedError
 from layertap.service.errors import ForwardError, UnavailableError
-from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem
+from layertap.service.inputs.items import ArraysItem, ImageItem, TextItem
 from layertap.service.settings import Settings
 
 DIED = "the model's process ended"
+LARGE_BYTES = 2**20  # of results: joined in a thread, so that the event loop goes on
 PARTS_AT_ONCE = 2  # threads that turn arrays into rows, and join large results
 
 
@@ -34,11 +34,7 @@ class ProcessExecutor(Executor):
         kinds: tuple[type, ...] = (ImageItem, TextItem)
         if isinstance(model.model_inputs.preprocess, LibraryProcessor):  # decoded pictures go through it, too
             kinds += (ArraysItem,)
-
-        def is_for_workers(item: LocalItem) -> bool:
-            return isinstance(item, kinds)
-
-        self.decoder = WorkerDecoder(workers, settings, PARTS_AT_ONCE, model.model_inputs, is_for_workers)
+        self.decoder = WorkerDecoder(workers, settings, PARTS_AT_ONCE, model.model_inputs, kinds)
         super().__init__(model, (CPU,) * settings.workers, self.decoder)
         self.workers = workers
         self.idle = workers.idle
@@ -49,10 +45,8 @@ class ProcessExecutor(Executor):
 
     def run(self, batch: Batch, extend: Extend) -> asyncio.Future[BatchResult]:
         """Run a batch in a worker. If that dies, blame the slice that it was decoding, or else try each slice alone."""
-        worker, deadline = self.workers.take(), batch.deadline + GRACE_SECONDS
-        running = RunningBatch(batch, extend, worker, self.decoder)
-        self.workers.watch(deadline)
-        worker.ask(running.pack(), running.settle, deadline, running.follow)
+        running = RunningBatch(batch, extend, self.decoder)
+        self.workers.take().ask(running)
         return running.result
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
@@ -68,21 +62,21 @@ class ProcessExecutor(Executor):
         return CallOutcome(outcome.result)  # a failure ended with its worker
 
 
-class RunningBatch:
-    """A batch in a worker; ``result`` is its outcome."""
+class RunningBatch(Exchange):
+    """A batch in a worker; ``result`` is its BatchResult, never an error."""
 
-    def __init__(self, batch: Batch, extend: Extend, worker: WorkerProcess, decoder: WorkerDecoder) -> None:
-        self.result: asyncio.Future[BatchResult] = asyncio.get_running_loop().create_future()
+    def __init__(self, batch: Batch, extend: Extend, decoder: WorkerDecoder) -> None:
+        self.deadline = batch.deadline
+        self.result = asyncio.get_running_loop().create_future()
         self._batch = batch
         self._extend = extend
-        self._worker = worker
         self._decoder = decoder
         self._captures: list[Captures] = []  # of each slice
         self._sent: list[SentResult] = []  # by the worker
 
-    def pack(self) -> Any:
-        """The message to the worker."""
-        batch, specs = self._batch, self._worker.specs
+    def pack(self, specs: SentSpecs) -> ToWorker:
+        """The message to a worker that knows these specs, which are then used for the slices that join, too."""
+        self._specs, batch = specs, self._batch
         specs.make_room()
         slices = specs.pack_slices(batch.slices, self._captures)
         return "run", (batch.slots, batch.slots_alone, batch.padded_rows, slices)
@@ -95,18 +89,12 @@ class RunningBatch:
         more = self._extend()
         if more is None:
             return self._batch.slots, ()
-        self._worker.deadline = max(self._worker.deadline, more.deadline + GRACE_SECONDS)
-        return more.slots, self._worker.specs.pack_slices(more.slices, self._captures)
+        self.deadline = max(self.deadline, more.deadline)
+        return more.slots, self._specs.pack_slices(more.slices, self._captures)
 
     def settle(self, outcome: Any) -> None:
         """Set the result: of the worker's answer, or of the error why there is none."""
-        try:
-            self._settle(outcome)
-        except Exception as error:  # no thread can be started
-            self._set(fail_batch(self._batch, error))
-
-    def _settle(self, outcome: Any) -> None:
-        if not isinstance(outcome, tuple):
+        if isinstance(outcome, Exception):
             self._set(self._explain(outcome))
             return
         sent, failures, crossing = outcome
@@ -119,12 +107,14 @@ class RunningBatch:
             except Exception as error:  # also out of memory
                 return fail_batch(self._batch, error)
 
-        if self._copies_much():
-            loop = asyncio.get_running_loop()
-            joining = self._decoder.pool.submit(join)
-            joining.add_done_callback(lambda joined: loop.call_soon_threadsafe(self._set, joined.result()))
-        else:
+        if not self._copies_much():
             self._set(join())
+            return
+        try:
+            joining = asyncio.get_running_loop().run_in_executor(self._decoder.pool, join)
+            joining.add_done_callback(lambda joined: self._set(joined.result()))
+        except Exception as error:  # no thread can be started
+            self._set(fail_batch(self._batch, error))
 
     def _copies_much(self) -> bool:
         """Whether large results are copied into those of their jobs."""

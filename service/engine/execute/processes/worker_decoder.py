@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.service.engine.execute.decode import decode_on_device, try_to_decode
 from layertap.service.engine.execute.executor import Decoder
-from layertap.service.engine.execute.processes.worker_pool import GRACE_SECONDS, WorkerPool
+from layertap.service.engine.execute.processes.worker_pool import WorkerPool
 from layertap.service.engine.execute.processes.worker_process import RETRY_SECONDS, WorkerDiedError
 from layertap.service.engine.rows import Attempt, ItemAttempts
 from layertap.service.errors import UnavailableError
@@ -22,9 +22,9 @@ TRIES = 2  # a worker may die for another reason than its item
 
 
 class WorkerDecoder(Decoder):
-    """Decodes what ``is_for_workers`` says in workers, unless a GPU decodes it; the rest in threads.
+    """Decodes items of some ``kinds`` in workers, unless a GPU decodes them; the rest in threads.
 
-    ``is_for_workers`` is asked for items of the inputs ``known``: those that the workers know.
+    ``known``: the inputs that the workers know; items of others are decoded here.
     """
 
     max_items = MAX_DECODE_ITEMS
@@ -35,16 +35,16 @@ class WorkerDecoder(Decoder):
         settings: Settings,
         threads: int,
         known: ModelInputs,
-        is_for_workers: Callable[[LocalItem], bool],
+        kinds: tuple[type, ...],
     ) -> None:
         super().__init__(settings, threads)
         self.workers: WorkerPool = workers
         self._known = known
-        self._is_for_workers = is_for_workers
+        self._kinds = kinds
 
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """Decode items; one that kills two workers is refused. Raises as ``Decoder.decode``."""
-        for_workers = [inputs is self._known and self._is_for_workers(item) for item in items]
+        for_workers = [inputs is self._known and isinstance(item, self._kinds) for item in items]
 
         def decode_here() -> list[Sequence[Attempt] | None]:
             return [self._decode_here(*each, inputs) for each in zip(items, for_workers, strict=True)]
@@ -84,7 +84,7 @@ class WorkerDecoder(Decoder):
         UnavailableError.
         """
         try:
-            seconds = len(items) * self._settings.decode_timeout_s + GRACE_SECONDS
+            seconds = len(items) * self._settings.decode_timeout_s
             return cast("ItemAttempts", await self.workers.ask(("decode", items), seconds))
         except WorkerDiedError as error:
             attempts: ItemAttempts = [[] for _ in items]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import os
 import signal
 import time
 from collections import deque
@@ -16,22 +14,25 @@ from typing import Any
 
 from layertap.models.errors import LoadError
 from layertap.service.engine.batch import CPU
-from layertap.service.engine.execute.processes.forking import has_ended
 from layertap.service.engine.execute.processes.model_host import ModelHost, StartedWorker
 from layertap.service.engine.execute.processes.wire import ToWorker
-from layertap.service.engine.execute.processes.worker_process import RETRY_SECONDS, ModelLostError, WorkerProcess
+from layertap.service.engine.execute.processes.worker_process import (
+    GRACE_SECONDS,
+    RETRY_SECONDS,
+    Exchange,
+    ModelLostError,
+    WorkerProcess,
+)
 from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.errors import UnavailableError
 from layertap.service.types import RestartReason
 
-GRACE_SECONDS = 1.0  # after the deadline
-EARLY_SECONDS = 0.05  # a timer may end so much too soon: clocks of event loops have milliseconds
 SIGNALS: Mapping[int, RestartReason] = {signal.SIGALRM: "decode_timeout", signal.SIGKILL: "killed"}
 log = logging.getLogger("layertap")
 
 
 def find_reason(status: int | None) -> RestartReason:
-    """Why a worker ended that the server did not kill."""
+    """Why a worker ended that the server did not end."""
     if status is None:
         return "unknown"
     return SIGNALS.get(-status, "crash") if status < 0 else "exit"
@@ -53,12 +54,10 @@ class WorkerPool:
         self._count = count
         self._workers: list[WorkerProcess] = []
         self._idle: list[WorkerProcess] = []  # the most recently used comes last, and is taken first
-        self._waiting: deque[asyncio.Future[WorkerProcess]] = deque()
+        self._waiting: deque[asyncio.Future[WorkerProcess]] = deque()  # callers that take the next worker
         self._rows_wait = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._descriptor: int | None = None  # becomes readable when the host ends
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = math.inf  # the first deadline, or before it
         try:
             self._started = self._start_workers()
         except BaseException:
@@ -66,20 +65,13 @@ class WorkerPool:
             raise
 
     def start(self, on_idle: Callable[[], None] = lambda: None) -> None:
-        """Begin to send messages to the started workers, and watch for the end of their host.
-
-        ``on_idle`` is called when a new, idle worker is added.
-        """
+        """Begin to send messages to the started workers; ``on_idle`` is called when a new, idle worker is added."""
         self._on_idle = on_idle
         self.lost = asyncio.Event()  # of this host: tasks of the previous host keep their own event
         started, self._started = self._started, []
-        self._descriptor = self.host.watch()
-        if self._descriptor is None:
-            self._lose()
-            return
-        asyncio.get_running_loop().add_reader(self._descriptor, self._bury_host)
         for each in started:
             self._welcome(each)
+        self._end_late()
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
         """Tell the workers whether rows of their model wait that are in no batch yet."""
@@ -94,28 +86,12 @@ class WorkerPool:
         self.idle[CPU] = len(self._idle)
         return worker
 
-    def watch(self, deadline: float) -> None:
-        """End the worker whose message has this deadline, on the clock of ``time.monotonic``, once it is over."""
-        if deadline < self._timer_at:
-            if self._timer is not None:
-                self._timer.cancel()
-            seconds = max(deadline - time.monotonic(), 0.0)
-            self._timer, self._timer_at = asyncio.get_running_loop().call_later(seconds, self._end_late), deadline
-
     async def ask(self, message: ToWorker, seconds: float) -> Any:
-        """The answer of the next idle worker.
-
-        WorkerDiedError, also if it takes longer than ``seconds``; ModelLostError, UnavailableError.
-        """
+        """The answer of the next idle worker, which is ended after so many seconds; errors of ``Exchange.result``."""
         worker = self.take() if self._idle else await self._wait()
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        deadline = time.monotonic() + seconds
-        self.watch(deadline)
-        worker.ask(message, partial(_settle, answer), deadline)
-        outcome = await answer
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+        exchange = Exchange(message, time.monotonic() + seconds)
+        worker.ask(exchange)
+        return await exchange.result
 
     async def restart(self) -> None:
         """Load the model again, and start its workers; LoadError."""
@@ -147,7 +123,7 @@ class WorkerPool:
 
     def _add(self, worker: WorkerProcess) -> None:
         """Give a worker to the next caller that waits, or make it idle."""
-        if worker.is_closed:
+        if worker not in self._workers:  # it has ended
             return
         while self._waiting:
             waiting = self._waiting.popleft()
@@ -161,35 +137,30 @@ class WorkerPool:
         """A worker has answered, or has ended: replace it then; without ``reason``, it has ended by itself."""
         if not ended:
             self._add(worker)
+        elif worker not in self._workers:
             return
-        worker.close()
-        if worker not in self._workers:
-            return
-        self._workers.remove(worker)
-        if worker in self._idle:
-            self._idle.remove(worker)
-            self.idle[CPU] = len(self._idle)
-        if self._descriptor is not None and has_ended(self._descriptor):  # its host has ended, and it with that
-            self._workers.append(worker)
+        elif self.host.has_ended:
             self._bury_host()
         else:
+            self._workers.remove(worker)
+            if worker in self._idle:
+                self._idle.remove(worker)
+                self.idle[CPU] = len(self._idle)
+            worker.close()
             task = asyncio.get_running_loop().create_task(self._start_another(worker.pid, reason, self.lost))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     def _end_late(self) -> None:
-        """End the workers whose messages are late, and wait for the next deadline."""
-        self._timer, self._timer_at = None, math.inf
-        now = time.monotonic() + EARLY_SECONDS
+        """End the workers whose messages are late, now and every second."""
+        self._timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._end_late)
         for worker in list(self._workers):
-            if worker.deadline <= now:
-                worker.expire()
-        self.watch(min((worker.deadline for worker in self._workers), default=math.inf))
+            worker.expire()
 
     async def _start_another(self, pid: int, reason: RestartReason | None, lost: asyncio.Event) -> None:
         """Start a worker in the place of a dead one; retry until the host is ``lost``."""
         name, host = self.host.name, self.host
-        status = await run_in_new_thread(f"end-{name}", partial(host.wait_for_worker, pid))
+        status = await run_in_new_thread(f"end-{name}", partial(host.end_worker, pid))
         reason = reason or find_reason(status)
         log.warning(
             "a worker is replaced", extra={"fields": {"model": name, "pid": pid, "reason": reason, "status": status}}
@@ -198,26 +169,26 @@ class WorkerPool:
         while not lost.is_set():
             try:
                 started = await run_in_new_thread(f"start-{name}", host.start_worker)
-                if lost.is_set():
-                    started.channel.close()
-                    return
-                try:
-                    self._welcome(started)
-                except OSError:  # this process is out of descriptors
-                    started.channel.close()  # so that it ends
-                    await run_in_new_thread(f"end-{name}", partial(host.wait_for_worker, started.pid))
-                    raise
-                return
             except Exception as error:
                 detail = error.detail if isinstance(error, LoadError) else f"no worker of model {name} can be started"
                 log.warning("no worker can be started", exc_info=error, extra={"fields": {"model": name}})
-                if not self._workers:
+                if lost.is_set():
+                    return
+                if host.has_ended:
+                    self._bury_host()
+                elif not self._workers:
                     self._refuse(partial(UnavailableError, detail, retry_after=RETRY_SECONDS))
                 with suppress(TimeoutError):
                     await asyncio.wait_for(lost.wait(), RETRY_SECONDS)
+            else:
+                if lost.is_set():
+                    started.channel.close()
+                else:
+                    self._welcome(started)
+                return
 
     def _welcome(self, started: StartedWorker) -> None:
-        """Add a worker that has just been started; OSError."""
+        """Add a worker that has just been started."""
         worker = WorkerProcess(started, self._free)
         worker.progress.rows_wait = self._rows_wait
         self._workers.append(worker)
@@ -232,13 +203,8 @@ class WorkerPool:
 
     def _lose(self) -> None:
         """The host has ended, or is about to, and its workers with it."""
-        if self._descriptor is not None:
-            asyncio.get_running_loop().remove_reader(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = None
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, self._timer_at = None, math.inf
         self.lost.set()
         self._idle.clear()
         self.idle[CPU] = 0
@@ -253,8 +219,3 @@ class WorkerPool:
             waiting = self._waiting.popleft()
             if not waiting.done():
                 waiting.set_exception(make_error())
-
-
-def _settle(answer: asyncio.Future[Any], outcome: Any) -> None:
-    if not answer.done():  # its caller may have gone
-        answer.set_result(outcome)

@@ -19,7 +19,7 @@ from layertap.models.digits import spec as digits
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
 from layertap.service.engine.batch import SliceResult
-from layertap.service.engine.execute.processes.channel import MAX_INLINE_BYTES, Channel, connect
+from layertap.service.engine.execute.processes.channel import MAX_PACKET_BYTES, Channel, connect
 from layertap.service.engine.execute.processes.worker import split_results
 from tests.conftest import WARM, net_spec
 from tests.server import Live
@@ -209,7 +209,7 @@ def test_memory_of_neighbours() -> None:
     assert [each.nbytes for each in received] == list(sizes)
     assert max(list_mappings()) >= LARGE_BYTES
     del received[1]
-    assert max(list_mappings(), default=0) <= MAX_INLINE_BYTES
+    assert max(list_mappings(), default=0) <= MAX_PACKET_BYTES
     channel.close()
     other.close()
 
