@@ -33,7 +33,6 @@ from {forking.__name__} import run_and_exit
 from {__name__} import run
 run_and_exit(lambda: run(int(sys.argv[1])), {FAILED!r})
 """
-STARTS = 2  # the fork server may have died since its last use
 START_SECONDS = 300.0  # for a fork server that imports libraries first, on a busy machine
 STDERR = 2
 IMPORTS = {  # the libraries that hosts need, by the kind of their model's source
@@ -53,24 +52,28 @@ class _ForkServers:
     def get(self, start: Callable[[int], int]) -> Forker:
         """The fork server; ``start`` starts one with the descriptor of its connection, and returns its pid."""
         with self._lock:
-            if self._current is None:
+            if self._current is None or self._current.has_ended:
+                self._end()
                 channel, connection = connect()
                 with closing(connection):
                     self._current = Forker(channel, partial(forking.end_child, start(connection.fileno())))
             return self._current
 
-    def close(self, server: Forker | None = None) -> None:
-        """End this fork server, or the current one, and its hosts."""
+    def close(self) -> None:
+        """End the fork server and its hosts."""
         with self._lock:
-            if self._current is not None and server in (None, self._current):
-                self._current.close()
-                self._current = None
+            self._end()
 
     def forget(self) -> None:
         """Close this end in a forked process, which has no other threads; the parent goes on using the fork server."""
         self._lock = threading.Lock()
         if self._current is not None:
             self._current.channel.close()
+            self._current = None
+
+    def _end(self) -> None:
+        if self._current is not None:
+            self._current.close()
             self._current = None
 
 
@@ -90,21 +93,16 @@ def fork_this_process(source: str = "") -> None:
 
 def start_host(options: HostOptions) -> Forker:
     """Start a host, which loads a model and reports on its channel; LoadError if it can't be started."""
-    detail = "no process can be started to load it"
     channel, connection = connect()
-    with closing(connection):
-        for _ in range(STARTS):
-            try:
-                server = _servers.get(_start_python)
-                pid = server.fork(options, [connection.fileno()], START_SECONDS)
-                return Forker(channel, partial(server.end_process, pid))
-            except EOFError:
-                _servers.close(server)
-            except OSError as error:
-                detail = f"{detail} ({error.strerror})"
-                break
-    channel.close()
-    raise LoadError(detail)
+    try:
+        with closing(connection):
+            server = _servers.get(_start_python)
+            pid = server.fork(options, [connection.fileno()], START_SECONDS)
+    except (EOFError, OSError) as error:
+        channel.close()
+        reason = f" ({error.strerror})" if isinstance(error, OSError) else ""
+        raise LoadError(f"no process can be started to load it{reason}") from error
+    return Forker(channel, partial(server.end_process, pid))
 
 
 def _start_python(descriptor: int) -> int:

@@ -53,7 +53,7 @@ def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> E
     If the model's device, or the first of several, is not the CPU, worker processes decode its pictures.
     """
     if isinstance(model, HostedModel):
-        return ProcessExecutor(model, WorkerPool(model.host, settings.workers), settings)
+        return ProcessExecutor(model, WorkerPool(model.host), settings)
     if not isinstance(model, (LoadedModel, MultiDeviceModel)):
         raise TypeError(f"unknown kind of model: {type(model).__name__}")
     device = next(iter(model.by_device)) if isinstance(model, MultiDeviceModel) else str(model.device)
@@ -76,7 +76,7 @@ class HostedModel(ModelInfo):
 
 
 def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_restart: OnRestart) -> HostedModel:
-    """Load a model in a host process; LoadError.
+    """Load a model in a host process, and start its workers; LoadError.
 
     ``plans`` as for ``HostOptions``, ``on_restart`` as for ``ModelHost``.
     """
@@ -95,8 +95,7 @@ def create_decoder(model: LoadedModel | MultiDeviceModel, settings: Settings, on
     options = HostOptions(model.spec, settings, (), choose_worker_bytes(settings), plans=None, pictures=pictures)
     host = ModelHost(options, on_restart)
     host.load()
-    workers = WorkerPool(host, settings.workers)
-    return WorkerDecoder(workers, settings, settings.cpu_threads, model.model_inputs, (ImageItem,))
+    return WorkerDecoder(WorkerPool(host), settings, settings.cpu_threads, model.model_inputs, (ImageItem,))
 
 
 def choose_worker_bytes(settings: Settings) -> int:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from layertap.models.devices.memory import measure_private_bytes
 from layertap.models.errors import Failure, LayertapError, LoadError, label_failures
@@ -19,7 +19,8 @@ from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.fork_server import start_host
 from layertap.service.engine.execute.processes.forking import Forker
 from layertap.service.engine.execute.processes.host import HostOptions
-from layertap.service.engine.execute.processes.progress import Progress, create_progress
+from layertap.service.engine.execute.processes.progress import create_progress
+from layertap.service.engine.execute.processes.worker_process import WorkerProcess
 from layertap.service.types import RestartReason
 
 START_SECONDS = 60.0  # for a forked process to get ready, on a busy machine
@@ -27,15 +28,6 @@ LOAD_SECONDS = 3600.0  # for a host to load its model, including a download
 MIN_RELOAD_SECONDS = 120.0
 RELOAD_FACTOR = 10.0  # a reload may take so many times as long as the first load
 OnRestart = Callable[[str, RestartReason], None]
-
-
-@dataclass(frozen=True)
-class StartedWorker:
-    """A worker that has just been started: its pid, the channel to it and its shared state."""
-
-    pid: int
-    channel: Channel
-    progress: Progress
 
 
 class ModelHost:
@@ -48,7 +40,7 @@ class ModelHost:
     def __init__(self, options: HostOptions, on_restart: OnRestart) -> None:
         """``on_restart`` is called with the model's name and why a worker was replaced."""
         self.on_restart = on_restart
-        self.workers: dict[int, StartedWorker] = {}
+        self.workers: dict[int, WorkerProcess] = {}
         self.name = options.spec.name
         self._options = options
         self._forker: Forker | None = None
@@ -64,7 +56,7 @@ class ModelHost:
         return forker is None or forker.has_ended
 
     def load(self) -> ModelInfo | None:
-        """Start the process, and wait until it has loaded the model, if it has one to load.
+        """Start the process, wait until it has loaded the model, if it has one to load, and start all workers.
 
         LoadError if it can't, or if the model has changed; of the kind "killed" if the process was killed, does not
         answer, or could not be started: a retry may help.
@@ -72,7 +64,10 @@ class ModelHost:
         with self._lock:
             self._end()
             try:
-                return self._load()
+                info = self._load()
+                for _ in range(self._options.settings.workers):
+                    self.start_worker()
+                return info
             except BaseException as error:
                 self._end()
                 if isinstance(error, OSError):  # this process is out of descriptors
@@ -80,7 +75,7 @@ class ModelHost:
                     raise LoadError(detail, kind="killed") from error
                 raise
 
-    def start_worker(self) -> StartedWorker:
+    def start_worker(self) -> WorkerProcess:
         """Start a worker; LoadError if the host is gone, or can't fork."""
         if self._closed:
             raise LoadError(f"model {self.name} is unloaded")
@@ -97,7 +92,7 @@ class ModelHost:
                         pid = forker.fork("start a worker", (connection.fileno(), memory), START_SECONDS)
                     finally:
                         os.close(memory)
-                started = self.workers[pid] = StartedWorker(pid, channel, progress)
+                started = self.workers[pid] = WorkerProcess(pid, channel, progress)
                 channel.receive(START_SECONDS)  # it is ready
                 failed.pop_all()
                 return started

@@ -67,7 +67,7 @@ class RunningBatch(Exchange):
 
     def __init__(self, batch: Batch, extend: Extend, decoder: WorkerDecoder) -> None:
         self.deadline = batch.deadline
-        self.result = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[BatchResult] = asyncio.get_running_loop().create_future()
         self._batch = batch
         self._extend = extend
         self._decoder = decoder

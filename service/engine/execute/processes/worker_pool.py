@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,11 +13,12 @@ from typing import Any
 
 from layertap.models.errors import LoadError
 from layertap.service.engine.batch import CPU
-from layertap.service.engine.execute.processes.model_host import ModelHost, StartedWorker
+from layertap.service.engine.execute.processes.model_host import ModelHost
 from layertap.service.engine.execute.processes.wire import ToWorker
 from layertap.service.engine.execute.processes.worker_process import (
     GRACE_SECONDS,
     RETRY_SECONDS,
+    Ended,
     Exchange,
     ModelLostError,
     WorkerProcess,
@@ -39,38 +39,30 @@ def find_reason(status: int | None) -> RestartReason:
 
 
 class WorkerPool:
-    """A fixed number of workers, started by ``host``. For the event loop only, except its creation.
+    """The workers that ``host`` has started. For the event loop only, except its creation.
 
     ``idle``: how many workers take a message at once, by device; ``lost`` is set once the host has ended, and all its
     workers with it.
     """
 
-    def __init__(self, host: ModelHost, count: int) -> None:
-        """Start the workers; LoadError."""
+    def __init__(self, host: ModelHost) -> None:
         self.host = host
         self.idle = {CPU: 0}
         self.lost = asyncio.Event()
         self._on_idle: Callable[[], None] = lambda: None
-        self._count = count
         self._workers: list[WorkerProcess] = []
         self._idle: list[WorkerProcess] = []  # the most recently used comes last, and is taken first
-        self._waiting: deque[asyncio.Future[WorkerProcess]] = deque()  # callers that take the next worker
+        self._waiting: deque[Exchange] = deque()  # for the next worker that is free
         self._rows_wait = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        try:
-            self._started = self._start_workers()
-        except BaseException:
-            host.close()
-            raise
 
     def start(self, on_idle: Callable[[], None] = lambda: None) -> None:
-        """Begin to send messages to the started workers; ``on_idle`` is called when a new, idle worker is added."""
+        """Begin to send messages to the workers; ``on_idle`` is called when a new, idle worker is added."""
         self._on_idle = on_idle
         self.lost = asyncio.Event()  # of this host: tasks of the previous host keep their own event
-        started, self._started = self._started, []
-        for each in started:
-            self._welcome(each)
+        for worker in list(self.host.workers.values()):
+            self._welcome(worker)
         self._end_late()
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
@@ -88,15 +80,18 @@ class WorkerPool:
 
     async def ask(self, message: ToWorker, seconds: float) -> Any:
         """The answer of the next idle worker, which is ended after so many seconds; errors of ``Exchange.result``."""
-        worker = self.take() if self._idle else await self._wait()
-        exchange = Exchange(message, time.monotonic() + seconds)
-        worker.ask(exchange)
+        exchange = Exchange(message, seconds)
+        if self.lost.is_set():
+            raise ModelLostError
+        if self._idle:
+            self.take().ask(exchange)
+        else:
+            self._waiting.append(exchange)
         return await exchange.result
 
     async def restart(self) -> None:
         """Load the model again, and start its workers; LoadError."""
         await run_in_new_thread(f"load-{self.host.name}", self.host.load)
-        self._started = await run_in_new_thread(f"start-{self.host.name}", self._start_workers)
         self.start(self._on_idle)
 
     async def close(self) -> None:
@@ -105,51 +100,35 @@ class WorkerPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await run_in_new_thread(f"end-{self.host.name}", self.host.close)
 
-    def _start_workers(self) -> list[StartedWorker]:
-        return [self.host.start_worker() for _ in range(self._count)]
-
-    async def _wait(self) -> WorkerProcess:
-        """The next worker that is free, before it is idle; ModelLostError, UnavailableError."""
-        if self.lost.is_set():
-            raise ModelLostError
-        waiting: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiting)
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                self._add(waiting.result())  # it became free at the same moment
-            raise
-
     def _add(self, worker: WorkerProcess) -> None:
-        """Give a worker to the next caller that waits, or make it idle."""
-        if worker not in self._workers:  # it has ended
-            return
+        """Give a worker the next message that waits, or make it idle."""
         while self._waiting:
-            waiting = self._waiting.popleft()
-            if not waiting.done():
-                waiting.set_result(worker)
+            exchange = self._waiting.popleft()
+            if not exchange.result.done():  # its caller has not gone
+                worker.ask(exchange)
                 return
         self._idle.append(worker)
         self.idle[CPU] = len(self._idle)
 
-    def _free(self, worker: WorkerProcess, ended: bool, reason: RestartReason | None) -> None:
-        """A worker has answered, or has ended: replace it then; without ``reason``, it has ended by itself."""
+    def _free(self, worker: WorkerProcess, ended: Ended) -> bool:
+        """Use a worker again, or replace it if it has ended; returns whether the host has ended, too."""
+        if worker not in self._workers:  # it was ended before
+            return False
         if not ended:
             self._add(worker)
-        elif worker not in self._workers:
-            return
-        elif self.host.has_ended:
+            return False
+        if self.host.has_ended:
             self._bury_host()
-        else:
-            self._workers.remove(worker)
-            if worker in self._idle:
-                self._idle.remove(worker)
-                self.idle[CPU] = len(self._idle)
-            worker.close()
-            task = asyncio.get_running_loop().create_task(self._start_another(worker.pid, reason, self.lost))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            return True
+        self._workers.remove(worker)
+        if worker in self._idle:
+            self._idle.remove(worker)
+            self.idle[CPU] = len(self._idle)
+        worker.close()
+        task = asyncio.get_running_loop().create_task(self._start_another(worker.pid, ended, self.lost))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return False
 
     def _end_late(self) -> None:
         """End the workers whose messages are late, now and every second."""
@@ -157,18 +136,18 @@ class WorkerPool:
         for worker in list(self._workers):
             worker.expire()
 
-    async def _start_another(self, pid: int, reason: RestartReason | None, lost: asyncio.Event) -> None:
+    async def _start_another(self, pid: int, reason: RestartReason, lost: asyncio.Event) -> None:
         """Start a worker in the place of a dead one; retry until the host is ``lost``."""
         name, host = self.host.name, self.host
         status = await run_in_new_thread(f"end-{name}", partial(host.end_worker, pid))
-        reason = reason or find_reason(status)
+        reason = find_reason(status) if reason == "unknown" else reason
         log.warning(
             "a worker is replaced", extra={"fields": {"model": name, "pid": pid, "reason": reason, "status": status}}
         )
         host.on_restart(name, reason)
         while not lost.is_set():
             try:
-                started = await run_in_new_thread(f"start-{name}", host.start_worker)
+                worker = await run_in_new_thread(f"start-{name}", host.start_worker)
             except Exception as error:
                 detail = error.detail if isinstance(error, LoadError) else f"no worker of model {name} can be started"
                 log.warning("no worker can be started", exc_info=error, extra={"fields": {"model": name}})
@@ -181,15 +160,15 @@ class WorkerPool:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(lost.wait(), RETRY_SECONDS)
             else:
-                if lost.is_set():
-                    started.channel.close()
-                else:
-                    self._welcome(started)
+                if not lost.is_set():
+                    self._welcome(worker)
+                elif worker not in self._workers:
+                    worker.channel.close()
                 return
 
-    def _welcome(self, started: StartedWorker) -> None:
+    def _welcome(self, worker: WorkerProcess) -> None:
         """Add a worker that has just been started."""
-        worker = WorkerProcess(started, self._free)
+        worker.start(self._free)
         worker.progress.rows_wait = self._rows_wait
         self._workers.append(worker)
         self._add(worker)
@@ -210,12 +189,10 @@ class WorkerPool:
         self.idle[CPU] = 0
         workers, self._workers = self._workers, []
         for worker in workers:
-            worker.close(ModelLostError())
+            worker.close()
         self._refuse(ModelLostError)
 
     def _refuse(self, make_error: Callable[[], Exception]) -> None:
-        """Raise the error for all callers that wait for a worker."""
+        """Settle all messages that wait for a worker with an error."""
         while self._waiting:
-            waiting = self._waiting.popleft()
-            if not waiting.done():
-                waiting.set_exception(make_error())
+            self._waiting.popleft().settle(make_error())

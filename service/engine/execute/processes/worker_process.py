@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from layertap.service.engine.execute.processes.channel import is_packet, pack, share
-from layertap.service.engine.execute.processes.model_host import StartedWorker
+from layertap.service.engine.execute.processes.channel import Channel, is_packet, pack, share
+from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.processes.wire import SentSpecs, ToWorker
 from layertap.service.errors import UnavailableError
 from layertap.service.types import RestartReason
 
 RETRY_SECONDS = 5.0
 GRACE_SECONDS = 1.0  # after the deadline
-OnFree = Callable[["WorkerProcess", bool, RestartReason | None], None]
+Ended = RestartReason | Literal[""]  # why a worker has ended, if it has; "unknown" if it was not the server
+OnFree = Callable[["WorkerProcess", Ended], bool]
 
 
 class ModelLostError(Exception):
@@ -39,21 +41,25 @@ class WorkerDiedError(Exception):
 
 
 class Exchange:
-    """A message to a worker, and its outcome.
+    """A message to a worker, which has so many ``seconds`` to answer, and its outcome.
 
-    ``deadline``: when the worker is ended, on the clock of ``time.monotonic``. ``result``: the answer, or the error why
-    there is none: WorkerDiedError if the worker dies, or is ended; ModelLostError if it was dead before, or the host
-    has ended; UnavailableError if the message can't be sent, or the answer can't be received.
+    ``result``: the answer, or the error why there is none: WorkerDiedError if the worker dies, or is ended;
+    ModelLostError if it was dead before, or the host has ended; UnavailableError if the message can't be sent, or the
+    answer can't be received. ``deadline``: once it is sent, when the worker is ended, on the clock of
+    ``time.monotonic``.
     """
 
-    def __init__(self, message: ToWorker, deadline: float) -> None:
-        self.deadline = deadline
+    deadline = math.inf
+
+    def __init__(self, message: ToWorker, seconds: float) -> None:
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._message = message
+        self._seconds = seconds
 
     def pack(self, specs: SentSpecs) -> ToWorker:
-        """The message, to a worker that knows these specs."""
+        """The message, for a worker that knows these specs, which gets it now."""
         del specs
+        self.deadline = time.monotonic() + self._seconds
         return self._message
 
     def follow(self, kind: str, answer: Any) -> Any:
@@ -71,23 +77,29 @@ class Exchange:
 
 
 class WorkerProcess:
-    """A worker, which answers one message at a time.
+    """A worker, which answers one message at a time. For the event loop only, except its creation.
 
-    ``pid``: its process; ``progress``: its shared state.
+    ``pid``: its process; ``channel``: the connection to it; ``progress``: its shared state.
     """
 
-    def __init__(self, started: StartedWorker, on_free: OnFree) -> None:
-        """``on_free`` is called before a message is settled, and when it dies: whether it has ended, and the reason."""
-        self.pid = started.pid
-        self.progress = started.progress
+    def __init__(self, pid: int, channel: Channel, progress: Progress) -> None:
+        self.pid = pid
+        self.channel = channel
+        self.progress = progress
         self._specs = SentSpecs()
-        self._on_free = on_free
         self._exchange: Exchange | None = None
         self._taken = 0  # messages, before that one
-        self._channel = started.channel
-        self._channel.connection.setblocking(False)
+
+    def start(self, on_free: OnFree) -> None:
+        """Begin to take messages; ``on_free`` is called before one is settled, and when the process ends.
+
+        Its second argument is why the process has ended, or "" if it has answered. It returns whether the host has
+        ended, too.
+        """
+        self._on_free = on_free
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._channel.connection, self._read)
+        self.channel.connection.setblocking(False)
+        self._loop.add_reader(self.channel.connection, self._read)
 
     def ask(self, exchange: Exchange) -> None:
         """Send a message; it is settled once, even if it can't be sent."""
@@ -100,37 +112,36 @@ class WorkerProcess:
     def expire(self) -> None:
         """End it if its message has missed the deadline."""
         if self._exchange is not None and self._exchange.deadline + GRACE_SECONDS <= time.monotonic():
-            self._finish(self._describe_death(timed_out=True), ended=True, reason="timeout")
+            self._finish(self._describe_death(timed_out=True), "timeout")
 
-    def close(self, error: Exception | None = None) -> None:
-        """Hang up on the process; the message that it has, if any, gets the error."""
-        self._loop.remove_reader(self._channel.connection)
-        self._channel.close()
-        if error is not None:
-            self._settle(error)
+    def close(self) -> None:
+        """Hang up on the process; the message that it has, if any, gets a ModelLostError."""
+        self._loop.remove_reader(self.channel.connection)
+        self.channel.close()
+        if self._exchange is not None:
+            self._exchange.settle(ModelLostError())
+            self._exchange = None
 
     def _send(self, message: object) -> None:
         """Send a message: now, or once it is copied into shared memory."""
         parts = pack(message)
         if is_packet(parts):
-            self._channel.write(b"".join(parts))
+            self.channel.write(b"".join(parts))
         else:
             self._loop.run_in_executor(None, share, parts).add_done_callback(self._send_memory)
 
     def _send_memory(self, sharing: asyncio.Future[int]) -> None:
         try:
-            self._channel.write_memory(sharing.result())
+            self.channel.write_memory(sharing.result())
         except Exception as error:
             self._fail(error)
 
     def _read(self) -> None:
         """Take what has arrived; called by the loop."""
         try:
-            (kind, answer), _ = self._channel.read()
-            if kind == "answer":
-                self._finish(answer)
-            elif kind == "end":
-                self._finish(answer, ended=True, reason="failure")
+            (kind, answer), _ = self.channel.read()
+            if kind in ("answer", "end"):
+                self._finish(answer, "" if kind == "answer" else "failure")
             elif self._exchange is not None:
                 reply = self._exchange.follow(kind, answer)
                 if kind == "decoded":
@@ -140,10 +151,11 @@ class WorkerProcess:
 
     def _fail(self, error: Exception) -> None:
         """The worker has died, or can't be asked: its message was not sent, or its answer is lost."""
+        taken = self.progress.taken > self._taken
         if isinstance(error, EOFError):
-            self._finish(self._describe_death(), ended=True)
+            self._finish(self._describe_death(), "unknown")
             return
-        detail, taken = "an answer could not be received", self.progress.taken > self._taken
+        detail = "an answer could not be received"
         if not taken:
             self._specs.clear()  # the message's did not reach the worker
             reason = error.strerror if isinstance(error, OSError) else "no memory"
@@ -153,7 +165,7 @@ class WorkerProcess:
             refusal.__cause__ = error
         else:
             refusal = error
-        self._finish(refusal, ended=taken, reason="failure")
+        self._finish(refusal, "failure" if taken else "")
 
     def _describe_death(self, *, timed_out: bool = False) -> WorkerDiedError | ModelLostError:
         taken, decoding, since = self.progress.taken > self._taken, self.progress.item, self.progress.since
@@ -161,11 +173,9 @@ class WorkerProcess:
             return ModelLostError()
         return WorkerDiedError(taken, timed_out, decoding, time.monotonic() - since if decoding >= 0 else 0.0)
 
-    def _finish(self, outcome: Any, *, ended: bool = False, reason: RestartReason | None = None) -> None:
-        self._on_free(self, ended, reason)
-        self._settle(outcome)
-
-    def _settle(self, outcome: Any) -> None:
+    def _finish(self, outcome: Any, ended: Ended) -> None:
+        """Be free for the next message, or be replaced, and settle this one."""
         exchange, self._exchange = self._exchange, None
+        lost = self._on_free(self, ended)
         if exchange is not None:
-            exchange.settle(outcome)
+            exchange.settle(ModelLostError() if lost else outcome)

@@ -16,7 +16,6 @@ import torch
 
 from layertap.models.errors import Fault, InputError
 from layertap.service.engine.execute.processes.channel import MAX_PACKET_BYTES, Channel, connect
-from layertap.service.engine.execute.processes.model_host import StartedWorker
 from layertap.service.engine.execute.processes.progress import create_progress
 from layertap.service.engine.execute.processes.worker_process import Exchange, ModelLostError, WorkerProcess
 from layertap.service.errors import ForwardError
@@ -172,8 +171,9 @@ def test_asked_when_it_is_closed(size: int) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
 
     async def ask() -> object:
-        worker = WorkerProcess(StartedWorker(ended.pid, channel, progress), lambda *_: None)
-        worker.close(ModelLostError())
+        worker = WorkerProcess(ended.pid, channel, progress)
+        worker.start(lambda *_: False)
+        worker.close()
         exchange = Exchange(("decode", [ImageItem(bytes(size))]), math.inf)
         worker.ask(exchange)
         async with asyncio.timeout(LONG_S):
