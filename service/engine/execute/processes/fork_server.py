@@ -26,8 +26,8 @@ FAILED = "the process that starts models' processes failed"
 # It gets the server's search path, without the working directory in front; signals are ignored from the start.
 RUN = f"""
 import signal, sys
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
 sys.path[:] = sys.argv[2:]
 from {forking.__name__} import run_and_exit
 from {__name__} import run
@@ -120,7 +120,6 @@ def run(descriptor: int, source: str = "") -> None:
 
     The libraries that a host of the model ``source`` needs are imported first.
     """
-    forking.leave_signals_to_server()
     # A collection would write to shared pages, which copies them, and might close a descriptor whose number is
     # already reused here.
     gc.freeze()

@@ -30,21 +30,18 @@ def fork(work: Callable[[], object], failure: str, model: str = "") -> int:
     Errors of ``work`` are logged as ``failure``. OSError if the system allows no more processes.
     """
     parent = os.getpid()
-
-    def work_in_copy() -> None:
-        end_with_parent(parent)
-        work()
-
     pid = os.fork()
     if pid == 0:
-        run_and_exit(work_in_copy, failure, model)
+        run_and_exit(work, failure, model, parent)
     return pid
 
 
-def run_and_exit(work: Callable[[], object], failure: str, model: str = "") -> NoReturn:
-    """Run ``work``, then exit at once: libraries would print messages during a normal exit."""
+def run_and_exit(work: Callable[[], object], failure: str, model: str = "", parent: int | None = None) -> NoReturn:
+    """Run ``work``, and end with the process ``parent``, if any; then exit at once: libraries would print messages."""
     status = 1
     try:
+        if parent is not None:
+            end_with_parent(parent)
         work()
         status = 0
     except BaseException:
@@ -91,15 +88,13 @@ def end_child(pid: int) -> int | None:
         return None
 
 
-def leave_signals_to_server() -> None:
-    """Ignore Ctrl+C in the terminal, and SIGTERM and SIGHUP of a service manager, which are sent to all processes."""
+def end_with_parent(parent: int) -> None:
+    """Have this process killed when the thread that started it ends, and not before by signals for all processes.
+
+    ``parent`` is that thread's process. The signals: Ctrl+C in the terminal, SIGTERM and SIGHUP of a service manager.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-
-
-def end_with_parent(parent: int) -> None:
-    """Have this process killed when the thread that started it ends; ``parent`` is that thread's process."""
-    leave_signals_to_server()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent has ended already
         os._exit(1)

@@ -72,15 +72,14 @@ def run_model_host(options: HostOptions, connection: int) -> None:
     add_search_folders(options.folders)
     torch.set_num_threads(1)
     channel = Channel(socket.socket(fileno=connection))
-    try:
-        info, create_worker = _load(options, channel)
-    except BaseException as error:  # third-party code may raise anything
-        with suppress(EOFError):
-            channel.send(_to_load_error(error))
-        return
-    gc.collect()
-    gc.freeze()  # a collection would write to shared pages, which copies them
+    loaded = _try(partial(_load, options, channel))
     with suppress(EOFError):
+        if isinstance(loaded, LayertapError):
+            channel.send(loaded)
+            return
+        info, create_worker = loaded
+        gc.collect()
+        gc.freeze()  # a collection would write to shared pages, which copies them
         channel.send(info)
         work = partial(_work, create_worker, options.worker_bytes)
         fork_on_request(channel, lambda _: options.spec.name, work, "a worker failed")
@@ -125,7 +124,7 @@ def run_in_copy(function: Callable[[], T]) -> T:
     """
     channel, connection = connect()
     with closing(connection):
-        pid = fork(partial(_answer, function, channel, connection), "a copy of a model's process failed")
+        pid = fork(lambda: Channel(connection).send(_try(function)), "a copy of a model's process failed")
     with closing(channel):
         try:
             result = channel.receive()
@@ -139,18 +138,12 @@ def run_in_copy(function: Callable[[], T]) -> T:
     return cast("T", result)
 
 
-def _answer(function: Callable[[], object], channel: Channel, connection: socket.socket) -> None:
-    channel.close()
+def _try(function: Callable[[], T]) -> T | LayertapError:
+    """The function's result, or its error as the server receives it: third-party code may raise anything."""
     try:
-        result = function()
+        return function()
     except BaseException as error:
-        result = _to_load_error(error)
-    Channel(connection).send(result)
-
-
-def _to_load_error(error: BaseException) -> LayertapError:
-    """The error as the server receives it."""
-    return error if isinstance(error, LayertapError) else make_load_error(error)
+        return error if isinstance(error, LayertapError) else make_load_error(error)
 
 
 def _describe(model: LoadedModel) -> ModelInfo:

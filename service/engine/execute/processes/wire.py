@@ -20,8 +20,8 @@ MAX_WEIGHTS = 2**26  # numbers of their projections: 256 MiB
 NO_KEY = BatchKey("", (), Costs(), 1)
 Captures = tuple[Capture, ...]  # of a spec, in the order of one process: a set's order differs in another
 Key = tuple[int, int, int, int, bool]
-# The number of a spec, or what the worker doesn't know yet: that, its fields, whether it is unsplittable, its captures.
-SpecReference = int | tuple[int | None, dict[str, Any], bool, Captures]
+# The number of a spec, or what the worker doesn't know yet: that, the spec, whether it is unsplittable, its captures.
+SpecReference = int | tuple[int | None, ForwardSpec, bool, Captures]
 SentSlice = tuple[int, int, SpecReference, Rows, tuple[ImageItem, ...]]  # how many rows, the first one's number, …
 SentBatch = tuple[int, int, int | None, Sequence[SentSlice]]  # slots, those of a row alone, padded rows, slices
 SentResult = tuple[Any, ...]  # the fields of a SliceResult in order, with captures as numbers
@@ -36,19 +36,17 @@ class SentSpecs:
     """The specs that a worker has received."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Key, int] = {}
-        self._specs: list[tuple[ForwardSpec, Captures]] = []
+        self._sent: dict[Key, tuple[int, Captures, ForwardSpec]] = {}  # a spec keeps its parts' ids unique
         self._weights = 0
 
     def clear(self) -> None:
         """Forget all specs; the worker forgets its own when it receives the next one."""
-        self._numbers.clear()
-        self._specs.clear()
+        self._sent.clear()
         self._weights = 0
 
     def make_room(self) -> None:
         """Forget all specs if they are too many. Not between a batch and the rows that join it: they share a table."""
-        if len(self._specs) >= MAX_SPECS or self._weights > MAX_WEIGHTS:
+        if len(self._sent) >= MAX_SPECS or self._weights > MAX_WEIGHTS:
             self.clear()
 
     def refer(self, prepared: PreparedRequest) -> tuple[SpecReference, Captures]:
@@ -58,15 +56,14 @@ class SentSpecs:
         """
         spec, plan, whole = prepared.spec, prepared.spec.plan, prepared.unsplittable
         key = id(plan), id(spec.verified_by), id(spec.resumption), id(spec.compiled), whole  # plans are used again
-        if (number := self._numbers.get(key)) is not None:
-            return number, self._specs[number][1]
-        captures = tuple(plan.captures)
-        if plan.interventions or plan.objective is not None:
-            return (None, vars(spec), whole, captures), captures
-        number = self._numbers[key] = len(self._specs)
-        self._specs.append((spec, captures))  # keeps the parts alive, so that their ids stay unique
-        self._weights += sum(count_weights(capture.reduction.project) for capture in captures)
-        return (number, vars(spec), whole, captures), captures
+        if (sent := self._sent.get(key)) is not None:
+            return sent[:2]
+        number, captures = None, tuple(plan.captures)
+        if not plan.interventions and plan.objective is None:
+            number = len(self._sent)
+            self._sent[key] = number, captures, spec
+            self._weights += sum(count_weights(capture.reduction.project) for capture in captures)
+        return (number, spec, whole, captures), captures
 
     def pack_slices(self, slices: Sequence[RowSlice], captures: list[Captures]) -> list[SentSlice]:
         """Slices of a batch; those captures are added to a list by which their results are unpacked."""
@@ -90,8 +87,8 @@ class KnownSpecs:
         """The spec of a reference, kept if it is new, as all that a worker has of a request; its captures' numbers."""
         if isinstance(reference, int):
             return self._specs[reference]
-        number, parts, unsplittable, captures = reference
-        prepared = PreparedRequest(key=NO_KEY, spec=ForwardSpec(**parts), unsplittable=unsplittable)
+        number, spec, unsplittable, captures = reference
+        prepared = PreparedRequest(key=NO_KEY, spec=spec, unsplittable=unsplittable)
         found = prepared, {capture: number for number, capture in enumerate(captures)}
         if number == 0:
             self._specs.clear()
