@@ -51,8 +51,8 @@ class Channel:
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Send a message, and descriptors of files, which stay the caller's."""
-        parts = pack(message)
-        if is_packet(parts):
+        parts, size = pack(message)
+        if size <= MAX_PACKET_BYTES:
             self.write(b"".join(parts), descriptors)
         else:
             self.write_memory(share(parts), descriptors)
@@ -100,7 +100,7 @@ class Channel:
             raise
         if not count:
             raise EOFError("the other process has ended")
-        descriptors = [number for _, _, numbers in ancillary for number in array("i", numbers)]
+        descriptors = list(array("i", ancillary[0][2])) if ancillary else []
         if flags & CUT:  # the kernel drops descriptors when this process has no free number
             for each in descriptors:
                 os.close(each)
@@ -122,23 +122,22 @@ def connect() -> tuple[Channel, socket.socket]:
     return Channel(own), other
 
 
-def pack(message: object) -> list[bytes | memoryview]:
-    """The parts of a message, to be joined to a packet or copied by ``share``: sizes, buffers, and the pickle."""
+def pack(message: object) -> tuple[list[bytes | memoryview], int]:
+    """The parts of a message, and their bytes: sizes, buffers, and the pickle.
+
+    They are joined to a packet, or copied by ``share`` if they are more than ``MAX_PACKET_BYTES``.
+    """
     data, pickled = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = pickle.Pickler(data, 5, buffer_callback=pickled.append)
     pickler.dispatch_table = _reducers
     pickler.dump(message)
-    buffers = [each.raw() for each in pickled]
+    buffers = list(map(pickle.PickleBuffer.raw, pickled))
     sizes = struct.pack(f"={1 + len(buffers)}Q", len(buffers), *map(len, buffers))
     parts: list[bytes | memoryview] = []
     for part in (memoryview(sizes), *buffers):
         parts += part, bytes(-len(part) % ALIGNMENT)
-    return [*parts, data.getbuffer()]
-
-
-def is_packet(parts: Sequence[bytes | memoryview]) -> bool:
-    """Whether a message is short enough for a packet; else it goes into shared memory."""
-    return sum(map(len, parts)) <= MAX_PACKET_BYTES
+    parts.append(data.getbuffer())
+    return parts, sum(map(len, parts))
 
 
 def share(parts: Sequence[bytes | memoryview]) -> int:

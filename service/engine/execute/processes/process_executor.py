@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from layertap.models.inputs.preprocess import LibraryProcessor
@@ -21,7 +21,7 @@ from layertap.service.inputs.items import ArraysItem, ImageItem, TextItem
 from layertap.service.settings import Settings
 
 DIED = "the model's process ended"
-LARGE_BYTES = 2**20  # of results: joined in a thread, so that the event loop goes on
+LARGE_BYTES = 2**20  # of results: copied in a thread, so that the event loop goes on
 PARTS_AT_ONCE = 2  # threads that turn arrays into rows, and join large results
 
 
@@ -107,7 +107,9 @@ class RunningBatch(Exchange):
             except Exception as error:  # also out of memory
                 return fail_batch(self._batch, error)
 
-        if not self._copies_much():
+        # Results of a part of a job are copied into those of the job.
+        copied = sum([each.job.plan.nbytes(each.rows) for each in self._batch.slices if each.rows < each.job.rows])
+        if copied <= LARGE_BYTES:
             self._set(join())
             return
         try:
@@ -115,13 +117,6 @@ class RunningBatch(Exchange):
             joining.add_done_callback(lambda joined: self._set(joined.result()))
         except Exception as error:  # no thread can be started
             self._set(fail_batch(self._batch, error))
-
-    def _copies_much(self) -> bool:
-        """Whether large results are copied into those of their jobs."""
-        for each in self._batch.slices:
-            if each.stop - each.start < each.job.rows:
-                return _count_bytes(self._sent) > LARGE_BYTES
-        return False
 
     def _set(self, result: BatchResult) -> None:
         if not self.result.done():  # cancelled with the event loop
@@ -151,9 +146,3 @@ class RunningBatch(Exchange):
             return BatchResult(again=[*again, batch.take([blamed], tries=1)])
         refusal = UndecodedError(decoder.refuse(error), blamed.start if len(blamed.encoded) == 1 else None)
         return BatchResult([SliceResult(error.decoding, blamed.start, blamed.stop, refusal, blamed.rows)], again=again)
-
-
-def _count_bytes(sent: Sequence[SentResult]) -> int:
-    """Bytes of results."""
-    outcomes = [each[3] for each in sent]
-    return sum(part.nbytes for each in outcomes if isinstance(each, list) for _, *parts in each for part in parts)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from layertap.service.engine.execute.processes.channel import Channel, is_packet, pack, share
+from layertap.service.engine.execute.processes.channel import MAX_PACKET_BYTES, Channel, pack, share
 from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.processes.wire import SentSpecs, ToWorker
 from layertap.service.errors import UnavailableError
@@ -124,8 +124,8 @@ class WorkerProcess:
 
     def _send(self, message: object) -> None:
         """Send a message: now, or once it is copied into shared memory."""
-        parts = pack(message)
-        if is_packet(parts):
+        parts, size = pack(message)
+        if size <= MAX_PACKET_BYTES:
             self.channel.write(b"".join(parts))
         else:
             self._loop.run_in_executor(None, share, parts).add_done_callback(self._send_memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import pickle
 import resource
 import subprocess
 import sys
@@ -160,6 +161,30 @@ def test_no_free_descriptor() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     channel.close()
     other.close()
+
+
+def test_message_that_cannot_be_sent() -> None:
+    """A worker whose message can't be pickled is free again, and the message has the error."""
+    channel, other = connect()
+    progress, memory = create_progress()
+    os.close(memory)
+    freed = []
+
+    async def ask() -> object:
+        worker = WorkerProcess(0, channel, progress)
+        worker.start(lambda *given: freed.append(given) or False)  # type: ignore[func-returns-value]
+        exchange = Exchange(("call", lambda model: model), math.inf)
+        worker.ask(exchange)
+        assert freed == [(worker, "")]
+        async with asyncio.timeout(LONG_S):
+            return await exchange.result
+
+    try:
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            asyncio.run(ask())
+    finally:
+        channel.close()
+        other.close()
 
 
 @pytest.mark.parametrize("size", [10, 2 * MAX_PACKET_BYTES])
