@@ -84,9 +84,10 @@ class Executor(ABC):
         workers = self._workers.host.measure_worker_bytes() if self._workers is not None else 0
         return (self.model.process_bytes or self.model.memory_bytes) + workers
 
-    @abstractmethod
     def start(self, on_idle: Callable[[], None]) -> None:
-        """Begin to answer; ``on_idle`` is called when a new, idle replica is added."""
+        """Begin to answer; ``on_idle`` is called when a new, idle process is added."""
+        if self._workers is not None:
+            self._workers.start(on_idle)
 
     @abstractmethod
     def run(self, batch: Batch, extend: Extend) -> asyncio.Future[BatchResult]:
@@ -109,8 +110,10 @@ class Executor(ABC):
         if self._workers is not None:
             await self._workers.close()
 
-    def note_waiting_rows(self, rows_wait: bool) -> None:  # noqa: B027  (only for batches that can grow)
+    def note_waiting_rows(self, rows_wait: bool) -> None:
         """Note whether rows of the model wait that are in no batch yet; called when that changes."""
+        if self._workers is not None:  # they check it after decoding a batch's pictures
+            self._workers.note_waiting_rows(rows_wait)
 
     async def wait_until_lost(self) -> None:
         """Return once processes that the model needs have ended; never if it has none."""
@@ -143,15 +146,13 @@ class InProcessExecutor(Executor):
         None of them loaded the model: a thread that computed on all cores keeps helper threads, and libgomp stops
         spinning when these outnumber the cores, which slows down all other models' rows that use all cores.
         """
-        del on_idle  # no replica is added later
         self._threads = [
             WorkerThread(f"model-{number}-{self.model.spec.name}", partial(_begin, part.device))
             for number, (part, _) in enumerate(self._replicas)
         ]
         for device in self.devices:
             self.idle[device] += 1
-        if self._workers is not None:
-            self._workers.start()
+        super().start(on_idle)
 
     def run(self, batch: Batch, extend: Extend) -> asyncio.Future[BatchResult]:
         """Run a decoded batch in the thread of the device's first idle replica."""

@@ -125,7 +125,7 @@ class Forker:
 
     @property
     def has_ended(self) -> bool:
-        """Whether an end of the channel is closed: that of the process, or this one, which ended it."""
+        """Whether the process is gone: the channel is closed, there or here."""
         poll = select.poll()
         try:
             poll.register(self.channel.connection, 0)  # only whether the other end is closed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from layertap.models.inputs.preprocess import LibraryProcessor
@@ -39,19 +38,11 @@ class ProcessExecutor(Executor):
         self.workers = workers
         self.idle = workers.idle
 
-    def start(self, on_idle: Callable[[], None]) -> None:
-        """Begin to send messages to the workers."""
-        self.workers.start(on_idle)
-
     def run(self, batch: Batch, extend: Extend) -> asyncio.Future[BatchResult]:
         """Run a batch in a worker. If that dies, blame the slice that it was decoding, or else try each slice alone."""
         running = RunningBatch(batch, extend, self.decoder)
         self.workers.take().ask(running)
         return running.result
-
-    def note_waiting_rows(self, rows_wait: bool) -> None:
-        """Workers check the flag after decoding a batch's pictures."""
-        self.workers.note_waiting_rows(rows_wait)
 
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
         """Call the function in a worker, which is killed after so many seconds."""

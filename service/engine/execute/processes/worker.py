@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from layertap.models.errors import LayertapError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
@@ -50,7 +49,6 @@ class DecodingWorker:
         self._inputs = inputs
         self._progress = progress
         self._settings = settings
-        self._methods: Mapping[str, Callable[[Any], FromWorker]] = {"decode": self.decode}
 
     def serve(self, channel: Channel) -> None:
         """Answer until the server closes the connection."""
@@ -62,7 +60,7 @@ class DecodingWorker:
                 channel.wait()
                 self._progress.taken += 1  # also if this process can't receive it
                 method, given = channel.receive()
-                channel.send(self._methods[method](given))
+                channel.send(getattr(self, method)(given))
                 self._note_hooks()
 
     def decode(self, items: Sequence[LocalItem]) -> FromWorker:
@@ -96,7 +94,6 @@ class Worker(DecodingWorker):
         self._model = model
         self._specs = KnownSpecs()
         self._hooks_at = 0.0  # when hooks are counted again
-        self._methods = {"decode": self.decode, "call": self.call, "run": self.run}
 
     def call(self, function: ModelFunction) -> FromWorker:
         """Call a function of the model: a ``CallOutcome``."""

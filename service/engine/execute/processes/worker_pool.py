@@ -57,7 +57,7 @@ class WorkerPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, on_idle: Callable[[], None] = lambda: None) -> None:
+    def start(self, on_idle: Callable[[], None]) -> None:
         """Begin to send messages to the workers; ``on_idle`` is called when a new, idle worker is added."""
         self._on_idle = on_idle
         self.lost = asyncio.Event()  # of this host: tasks of the previous host keep their own event
