@@ -63,7 +63,6 @@ class WorkerPool:
         self.lost = asyncio.Event()  # of this host: tasks of the previous host keep their own event
         for worker in list(self.host.workers.values()):
             self._welcome(worker)
-        self._end_late()
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
         """Tell the workers whether rows of their model wait that are in no batch yet."""
@@ -76,6 +75,8 @@ class WorkerPool:
         """An idle worker, to be asked now."""
         worker = self._idle.pop()
         self.idle[CPU] = len(self._idle)
+        if self._timer is None:
+            self._end_late()
         return worker
 
     async def ask(self, message: ToWorker, seconds: float) -> Any:
@@ -105,6 +106,8 @@ class WorkerPool:
         while self._waiting:
             exchange = self._waiting.popleft()
             if not exchange.result.done():  # its caller has not gone
+                if self._timer is None:
+                    self._end_late()
                 worker.ask(exchange)
                 return
         self._idle.append(worker)
@@ -131,10 +134,11 @@ class WorkerPool:
         return False
 
     def _end_late(self) -> None:
-        """End the workers whose messages are late, now and every second."""
-        self._timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._end_late)
+        """End the workers whose messages are late, now and every second until all workers are idle."""
         for worker in list(self._workers):
             worker.expire()
+        is_busy = len(self._idle) < len(self._workers)
+        self._timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._end_late) if is_busy else None
 
     async def _start_another(self, pid: int, reason: RestartReason, lost: asyncio.Event) -> None:
         """Start a worker in the place of a dead one; retry until the host is ``lost``."""
@@ -184,6 +188,7 @@ class WorkerPool:
         """The host has ended, or is about to, and its workers with it."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         self.lost.set()
         self._idle.clear()
         self.idle[CPU] = 0
