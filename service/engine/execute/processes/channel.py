@@ -53,17 +53,17 @@ class Channel:
         """Send a message, and descriptors of files, which stay the caller's."""
         parts, size = pack(message)
         if size <= MAX_PACKET_BYTES:
-            self.write(b"".join(parts), descriptors)
+            self.write(parts, descriptors)
         else:
             self.write_memory(share(parts), descriptors)
 
-    def write(self, packet: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a packet."""
+    def write(self, parts: Sequence[bytes | memoryview], descriptors: Sequence[int] = ()) -> None:
+        """Send a packet of these parts."""
         try:
             if descriptors:
-                socket.send_fds(self.connection, [packet], list(descriptors))
+                socket.send_fds(self.connection, parts, list(descriptors))
             else:
-                self.connection.send(packet)
+                self.connection.sendmsg(parts)
         except OSError as error:
             _check_connected(error)
             raise
@@ -71,7 +71,7 @@ class Channel:
     def write_memory(self, memory: int, descriptors: Sequence[int] = ()) -> None:
         """Send the memory of ``share``, and close it."""
         try:
-            self.write(IN_MEMORY, (memory, *descriptors))
+            self.write([IN_MEMORY], (memory, *descriptors))
         finally:
             os.close(memory)
 
@@ -123,16 +123,18 @@ def connect() -> tuple[Channel, socket.socket]:
 
 
 def pack(message: object) -> tuple[list[bytes | memoryview], int]:
-    """The parts of a message, and their bytes: sizes, buffers, and the pickle.
+    """The parts of a message, and their bytes: its pickle, and before that its buffers and their sizes, if it has any.
 
-    They are joined to a packet, or copied by ``share`` if they are more than ``MAX_PACKET_BYTES``.
+    They are sent as a packet, or copied by ``share`` if they are more than ``MAX_PACKET_BYTES``.
     """
     data, pickled = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = pickle.Pickler(data, 5, buffer_callback=pickled.append)
     pickler.dispatch_table = _reducers
     pickler.dump(message)
+    if not pickled:
+        return [data.getbuffer()], data.tell()
     buffers = list(map(pickle.PickleBuffer.raw, pickled))
-    sizes = struct.pack(f"={1 + len(buffers)}Q", len(buffers), *map(len, buffers))
+    sizes = struct.pack(f"=4xI{len(buffers)}Q", len(buffers), *map(len, buffers))
     parts: list[bytes | memoryview] = []
     for part in (memoryview(sizes), *buffers):
         parts += part, bytes(-len(part) % ALIGNMENT)
@@ -154,7 +156,9 @@ def share(parts: Sequence[bytes | memoryview]) -> int:
 
 def _unpack(parts: memoryview) -> Any:
     """The message in these joined parts."""
-    (count,) = struct.unpack_from("=Q", parts)
+    if parts[0]:  # a pickle; sizes begin with zeros
+        return pickle.loads(parts)  # noqa: S301  (of our own processes)
+    (count,) = struct.unpack_from("=4xI", parts)
     sizes = struct.unpack_from(f"={count}Q", parts, 8)
     buffers, start = [], 8 + 8 * count
     for size in sizes:

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from importlib import import_module
 
@@ -55,8 +55,10 @@ class _ForkServers:
             if self._current is None or self._current.has_ended:
                 self._end()
                 channel, connection = connect()
-                with closing(connection):
+                with ExitStack() as failed, closing(connection):
+                    failed.callback(channel.close)
                     self._current = Forker(channel, partial(forking.end_child, start(connection.fileno())))
+                    failed.pop_all()
             return self._current
 
     def close(self) -> None:

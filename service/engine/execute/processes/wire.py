@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pickle import PickleBuffer
 from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from layertap.models.capture.reduction import ReducedArray
 from layertap.models.catalog.catalog import Costs
@@ -11,9 +15,9 @@ from layertap.models.selection.plan import Capture
 from layertap.models.selection.projections import count_weights
 from layertap.service.engine.batch import RowSlice, SliceResult
 from layertap.service.engine.batch_key import BatchKey
+from layertap.service.engine.execute.processes.channel import MAX_PACKET_BYTES
 from layertap.service.engine.prepared_request import ForwardSpec, PreparedRequest
 from layertap.service.engine.rows import Rows
-from layertap.service.inputs.items import ImageItem
 
 MAX_SPECS = 64  # that a worker keeps when it gets a batch
 MAX_WEIGHTS = 2**26  # numbers of their projections: 256 MiB
@@ -22,9 +26,11 @@ Captures = tuple[Capture, ...]  # of a spec, in the order of one process: a set'
 Key = tuple[int, int, int, int, bool]
 # The number of a spec, or what the worker doesn't know yet: that, the spec, whether it is unsplittable, its captures.
 SpecReference = int | tuple[int | None, ForwardSpec, bool, Captures]
-SentSlice = tuple[int, int, SpecReference, Rows, tuple[ImageItem, ...]]  # how many rows, the first one's number, …
+Data = Any  # bytes, or a PickleBuffer that arrives as a memoryview
+SentSlice = tuple[int, int, SpecReference, Rows, Sequence[Data]]  # how many rows, the first one's number, …, pictures
 SentBatch = tuple[int, int, int | None, Sequence[SentSlice]]  # slots, those of a row alone, padded rows, slices
-SentResult = tuple[Any, ...]  # the fields of a SliceResult in order, with captures as numbers
+SentArray = tuple[str, tuple[int, ...], Data]  # dtype, shape
+SentResult = tuple[Any, ...]  # the fields of a SliceResult in order, with captures as numbers, and SentArrays
 # To a worker: the name of its method, and what it is called with: items, a function of the model, or a SentBatch.
 ToWorker = tuple[Literal["decode", "call", "run"], Any]
 # From a worker: a kind, and its answer. ``part``: some results of a batch, more follow. ``decoded``: its pictures are;
@@ -67,13 +73,14 @@ class SentSpecs:
 
     def pack_slices(self, slices: Sequence[RowSlice], captures: list[Captures]) -> list[SentSlice]:
         """Slices of a batch; those captures are added to a list by which their results are unpacked."""
-        packed = []
+        packed: list[SentSlice] = []
         for each in slices:
             job, start, stop = each.job, each.start, each.stop
             reference, of_spec = self.refer(job.prepared)
             captures.append(of_spec)
             inputs = each.inputs if job.inputs else {}
-            packed.append((stop - start, job.first_row + start, reference, inputs, job.encoded[start:stop]))
+            pictures = [pack_data(picture.data) for picture in job.encoded[start:stop]]
+            packed.append((stop - start, job.first_row + start, reference, inputs, pictures))
         return packed
 
 
@@ -97,11 +104,28 @@ class KnownSpecs:
         return found
 
 
+def pack_data(data: bytes) -> Data:
+    """Bytes as part of a message's pickle; those too large for a packet are copied into shared memory beside it."""
+    return data if len(data) < MAX_PACKET_BYTES else PickleBuffer(data)
+
+
+def pack_array(array: npt.NDArray[Any]) -> SentArray:
+    """A C-contiguous array as part of a message; as ``pack_data``."""
+    data: Data = array.tobytes() if array.nbytes < MAX_PACKET_BYTES else PickleBuffer(array.data)
+    return array.dtype.str, array.shape, data
+
+
+def unpack_array(sent: SentArray) -> npt.NDArray[Any]:
+    """The array of ``pack_array``: read-only, or in the message's shared memory."""
+    dtype, shape, data = sent
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
 def pack_result(result: SliceResult, numbers: dict[Capture, int], decode: tuple[float, float]) -> SentResult:
     """A worker's result as a tuple: captures become numbers, and the time of decoding is added."""
     outcome: object = result.results
     if not isinstance(result.results, Exception):
-        outcome = [(numbers[capture], *reduced.parts) for capture, reduced in result.results.items()]
+        outcome = [(numbers[capture], *map(pack_array, reduced.parts)) for capture, reduced in result.results.items()]
     return result.index, result.start, result.stop, outcome, result.rows, result.forward, result.copy, decode
 
 
@@ -115,7 +139,7 @@ def unpack_results(
         if isinstance(outcome, list):
             reduced = {}
             for number, *parts in outcome:
-                reduced[captures[index][number]] = ReducedArray(*parts)
+                reduced[captures[index][number]] = ReducedArray(*map(unpack_array, parts))
             if job.joined is not None and stop - start < job.rows:
                 reduced = job.joined.add(first + start, first + stop, reduced)
             outcome = reduced

@@ -31,7 +31,14 @@ from layertap.service.engine.execute.decode import try_to_decode
 from layertap.service.engine.execute.model_calls import ModelFunction, call_model
 from layertap.service.engine.execute.processes.channel import Channel
 from layertap.service.engine.execute.processes.progress import NO_ITEM, Progress
-from layertap.service.engine.execute.processes.wire import NO_KEY, FromWorker, KnownSpecs, SentBatch, pack_result
+from layertap.service.engine.execute.processes.wire import (
+    NO_KEY,
+    Data,
+    FromWorker,
+    KnownSpecs,
+    SentBatch,
+    pack_result,
+)
 from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.prepared_request import PreparedRequest
 from layertap.service.engine.rows import Attempt, Rows, join_rows
@@ -152,11 +159,11 @@ class Worker(DecodingWorker):
         resumption = self._model.catalogs.verify_resumption(known.start, shapes)
         return replace(prepared, spec=replace(prepared.spec, resumption=resumption))
 
-    def _decode_pictures(self, index: int, first_row: int, pictures: Sequence[ImageItem]) -> Rows:
+    def _decode_pictures(self, index: int, first_row: int, pictures: Sequence[Data]) -> Rows:
         """The rows of a slice's pictures; UndecodedError for the first bad one."""
         parts: list[Rows] = []
         for row, picture in enumerate(pictures, first_row):
-            (attempt,) = self._decode_item(index, picture)
+            (attempt,) = self._decode_item(index, ImageItem(bytes(picture)))
             if isinstance(attempt, LayertapError):
                 raise UndecodedError(attempt, row)
             parts.append(attempt)

@@ -126,7 +126,7 @@ class WorkerProcess:
         """Send a message: now, or once it is copied into shared memory."""
         parts, size = pack(message)
         if size <= MAX_PACKET_BYTES:
-            self.channel.write(b"".join(parts))
+            self.channel.write(parts)
         else:
             self._loop.run_in_executor(None, share, parts).add_done_callback(self._send_memory)
 
