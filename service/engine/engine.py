@@ -27,7 +27,7 @@ from layertap.service.engine.prepare.planner import Planner, complete_texts
 from layertap.service.engine.prepare.sources import count_taken_bytes, fill_tensors, plan_stages
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.engine.rows import Items
-from layertap.service.engine.threads import is_short
+from layertap.service.engine.short_work import is_short
 from layertap.service.features import Features, warn_of_cuts
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.inputs.items import UrlItem

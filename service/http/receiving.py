@@ -12,7 +12,7 @@ import orjson
 
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.threads import is_short
+from layertap.service.engine.short_work import is_short
 from layertap.service.formats.negotiation import negotiate
 from layertap.service.formats.table import FORMATS, ReplyFormat
 from layertap.service.http.body import MULTIPART, is_packed, measure_unpacked, unpack

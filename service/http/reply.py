@@ -20,7 +20,7 @@ from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, SentInputs
-from layertap.service.engine.threads import is_short
+from layertap.service.engine.short_work import is_short
 from layertap.service.features import Features, list_skipped
 from layertap.service.formats.buffers import SMALL, Buffer, Buffers
 from layertap.service.formats.plain_data import describe_top_classes

@@ -34,7 +34,7 @@ from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.prepare.planned_request import Fingerprints, PlannedRequest
 from layertap.service.engine.request import MAX_LAYERS, ExtractRequest, SentInputs
 from layertap.service.engine.rows import Rows, get_row_shapes
-from layertap.service.engine.threads import run_if_long
+from layertap.service.engine.short_work import run_if_long
 from layertap.service.inputs.items import ArraysItem, InputItem, TextItem
 from layertap.service.schemas.base import read_field
 from layertap.service.settings import Settings
