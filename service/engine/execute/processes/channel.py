@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,6 +33,8 @@ IN_MEMORY = b"\x00"  # the packet of a message that is in shared memory
 ALIGNMENT = 64
 LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})  # the last: closed at this end
 CUT = int(socket.MSG_CTRUNC)  # an integer, because operators of flags are slow
+Data = Any  # bytes, or a PickleBuffer that arrives as a memoryview
+SentArray = tuple[str, tuple[int, ...], Data]  # dtype, shape
 ANCILLARY_BYTES = socket.CMSG_SPACE(3 * array("i").itemsize)  # of the descriptors of one message
 
 
@@ -140,6 +144,23 @@ def pack(message: object) -> tuple[list[bytes | memoryview], int]:
         parts += part, bytes(-len(part) % ALIGNMENT)
     parts.append(data.getbuffer())
     return parts, sum(map(len, parts))
+
+
+def pack_data(data: bytes) -> Data:
+    """Bytes as part of a message's pickle; those too large for a packet are copied into shared memory beside it."""
+    return data if len(data) < MAX_PACKET_BYTES else pickle.PickleBuffer(data)
+
+
+def pack_array(array: npt.NDArray[Any]) -> SentArray:
+    """A C-contiguous array as part of a message; as ``pack_data``."""
+    data: Data = array.tobytes() if array.nbytes < MAX_PACKET_BYTES else pickle.PickleBuffer(array.data)
+    return array.dtype.str, array.shape, data
+
+
+def unpack_array(sent: SentArray) -> npt.NDArray[Any]:
+    """The array of ``pack_array``: read-only, or in the message's shared memory."""
+    dtype, shape, data = sent
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
 def share(parts: Sequence[bytes | memoryview]) -> int:

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from importlib import import_module
@@ -35,10 +35,10 @@ run_and_exit(lambda: run(int(sys.argv[1])), {FAILED!r})
 """
 START_SECONDS = 300.0  # for a fork server that imports libraries first, on a busy machine
 STDERR = 2
-IMPORTS = {  # the libraries that hosts need, by the kind of their model's source
-    "torchvision": "torchvision.models",
-    "timm": "timm",
-    "transformers": "transformers.models.auto.modeling_auto",
+IMPORTS: Mapping[str, Callable[[], object]] = {  # the libraries that hosts need, by the kind of their model's source
+    "torchvision": lambda: import_module("torchvision.models"),
+    "timm": lambda: import_module("timm"),
+    "transformers": lambda: import_module("transformers.models.auto.modeling_auto"),
 }
 
 
@@ -140,11 +140,11 @@ def _prepare(options: HostOptions) -> str:
 
 
 def _import_library(source: str) -> None:
-    """Import the library of a model's source once, for all hosts; if it is broken, only hosts that need it fail."""
+    """Import the library of a model's source, once for all hosts; if it is broken, only hosts that need it fail."""
     kind = source.partition(":")[0]
-    if kind in IMPORTS and IMPORTS[kind] not in sys.modules:
+    if kind in IMPORTS:
         gc.disable()  # collections during imports take a fifth of the time
         with suppress(Exception):
-            import_module(IMPORTS[kind])
+            IMPORTS[kind]()
         gc.freeze()
         gc.enable()

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pickle import PickleBuffer
 from typing import Any, Literal
-
-import numpy as np
-import numpy.typing as npt
 
 from layertap.models.capture.reduction import ReducedArray
 from layertap.models.catalog.catalog import Costs
@@ -15,7 +11,7 @@ from layertap.models.selection.plan import Capture
 from layertap.models.selection.projections import count_weights
 from layertap.service.engine.batch import RowSlice, SliceResult
 from layertap.service.engine.batch_key import BatchKey
-from layertap.service.engine.execute.processes.channel import MAX_PACKET_BYTES
+from layertap.service.engine.execute.processes.channel import Data, pack_array, pack_data, unpack_array
 from layertap.service.engine.prepared_request import ForwardSpec, PreparedRequest
 from layertap.service.engine.rows import Rows
 
@@ -26,10 +22,8 @@ Captures = tuple[Capture, ...]  # of a spec, in the order of one process: a set'
 Key = tuple[int, int, int, int, bool]
 # The number of a spec, or what the worker doesn't know yet: that, the spec, whether it is unsplittable, its captures.
 SpecReference = int | tuple[int | None, ForwardSpec, bool, Captures]
-Data = Any  # bytes, or a PickleBuffer that arrives as a memoryview
 SentSlice = tuple[int, int, SpecReference, Rows, Sequence[Data]]  # how many rows, the first one's number, …, pictures
 SentBatch = tuple[int, int, int | None, Sequence[SentSlice]]  # slots, those of a row alone, padded rows, slices
-SentArray = tuple[str, tuple[int, ...], Data]  # dtype, shape
 SentResult = tuple[Any, ...]  # the fields of a SliceResult in order, with captures as numbers, and SentArrays
 # To a worker: the name of its method, and what it is called with: items, a function of the model, or a SentBatch.
 ToWorker = tuple[Literal["decode", "call", "run"], Any]
@@ -102,23 +96,6 @@ class KnownSpecs:
         if number is not None:
             self._specs.append(found)
         return found
-
-
-def pack_data(data: bytes) -> Data:
-    """Bytes as part of a message's pickle; those too large for a packet are copied into shared memory beside it."""
-    return data if len(data) < MAX_PACKET_BYTES else PickleBuffer(data)
-
-
-def pack_array(array: npt.NDArray[Any]) -> SentArray:
-    """A C-contiguous array as part of a message; as ``pack_data``."""
-    data: Data = array.tobytes() if array.nbytes < MAX_PACKET_BYTES else PickleBuffer(array.data)
-    return array.dtype.str, array.shape, data
-
-
-def unpack_array(sent: SentArray) -> npt.NDArray[Any]:
-    """The array of ``pack_array``: read-only, or in the message's shared memory."""
-    dtype, shape, data = sent
-    return np.frombuffer(data, dtype).reshape(shape)
 
 
 def pack_result(result: SliceResult, numbers: dict[Capture, int], decode: tuple[float, float]) -> SentResult:

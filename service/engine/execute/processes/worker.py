@@ -29,11 +29,10 @@ from layertap.service.engine.batch import (
 from layertap.service.engine.execute.batch_runner import BatchRunner, Part
 from layertap.service.engine.execute.decode import try_to_decode
 from layertap.service.engine.execute.model_calls import ModelFunction, call_model
-from layertap.service.engine.execute.processes.channel import Channel
+from layertap.service.engine.execute.processes.channel import Channel, Data
 from layertap.service.engine.execute.processes.progress import NO_ITEM, Progress
 from layertap.service.engine.execute.processes.wire import (
     NO_KEY,
-    Data,
     FromWorker,
     KnownSpecs,
     SentBatch,
