@@ -110,7 +110,10 @@ class Channel:
                 os.close(each)
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if count > len(IN_MEMORY):
-            return _unpack(self._buffer[:count].toreadonly()), descriptors
+            packet = self._buffer[:count]
+            if not packet[0]:  # the message's buffers stay in use; a pickle alone is copied as it is read
+                packet = memoryview(bytearray(packet))
+            return _unpack(packet), descriptors
         memory = descriptors.pop(0)
         try:
             return _unpack(memoryview(mmap.mmap(memory, 0))), descriptors
@@ -143,7 +146,8 @@ def pack(message: object) -> tuple[list[bytes | memoryview], int]:
     for part in (memoryview(sizes), *buffers):
         parts += part, bytes(-len(part) % ALIGNMENT)
     parts.append(data.getbuffer())
-    return parts, sum(map(len, parts))
+    size = sum(map(len, parts))
+    return parts if size > MAX_PACKET_BYTES else [b"".join(parts)], size  # a packet may have 1,024 parts
 
 
 def pack_data(data: bytes) -> Data:
@@ -224,10 +228,7 @@ _reducers = _Reducers(
 
 
 def _make_tensor(dtype: torch.dtype, shape: tuple[int, ...], data: memoryview) -> Tensor:
-    if not len(data):
-        return torch.empty(shape, dtype=dtype)
-    own = bytearray(data) if data.readonly else data  # a packet's memory is the channel's
-    return torch.frombuffer(own, dtype=dtype).view(shape)
+    return torch.frombuffer(data, dtype=dtype).view(shape) if len(data) else torch.empty(shape, dtype=dtype)
 
 
 def _make_error(kind: type[Exception], args: tuple[Any, ...], more: dict[str, Any], lines: str) -> Exception:

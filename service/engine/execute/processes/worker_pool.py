@@ -143,7 +143,9 @@ class WorkerPool:
     async def _start_another(self, pid: int, reason: RestartReason, lost: asyncio.Event) -> None:
         """Start a worker in the place of a dead one; retry until the host is ``lost``."""
         name, host = self.host.name, self.host
-        status = await run_in_new_thread(f"end-{name}", partial(host.end_worker, pid))
+        status = None
+        with suppress(RuntimeError):  # no thread can be started; the host ends it in the end
+            status = await run_in_new_thread(f"end-{name}", partial(host.end_worker, pid))
         reason = find_reason(status) if reason == "unknown" else reason
         log.warning(
             "a worker is replaced", extra={"fields": {"model": name, "pid": pid, "reason": reason, "status": status}}

@@ -12,6 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +63,25 @@ def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         assert torch.equal(each, sent)
     received.zero_()
     assert torch.equal(other, sent)
+
+
+def test_many_small_buffers() -> None:
+    """A packet may have more buffers than the system sends at once."""
+    sent = [torch.tensor([number]) for number in range(1500)]
+    assert torch.equal(torch.cat(send_and_receive(sent)), torch.cat(sent))
+
+
+def test_kept_arrays() -> None:
+    """What came with a message stays as it is when the next one comes."""
+    channel, connection = connect()
+    other = Channel(connection)
+    received = []
+    for number in (1, 2):
+        channel.send(np.full(8, number))
+        received.append(other.receive())
+    channel.close()
+    other.close()
+    assert [each.tolist() for each in received] == [[1] * 8, [2] * 8]
 
 
 def test_errors() -> None:
