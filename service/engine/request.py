@@ -54,7 +54,7 @@ class ExtractRequest:
     busy anyway; ``prompt``: the name of a prompt in the model's folder, put before each text; None: the default one.
     ``truncate``: how to cut long texts; None: as the model's folder says. ``verify``: put captured outputs back;
     ``probe``: add the results of the fixed input; ``dry_run``: run nothing. ``remembered``: later requests that ask the
-    same get this object. ``input_options``: options of single inputs, by index; each input is then a job of its own.
+    same get this object. ``input_options``: options of single inputs, by index; each input then becomes a separate job.
     """
 
     model: str | None

@@ -17,7 +17,7 @@ from layertap.service.features import Array
 from layertap.service.inputs.items import ArraysItem, TextItem, TokensItem
 
 CHANNELS = 3
-PNG_HINT = "send the picture as PNG, whose height and width are told apart"
+PNG_HINT = "send the picture as PNG, which says its height and width"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PredictedRows:
 def predict_rows(items: Iterable[object], inputs: ModelInputs) -> PredictedRows:
     """The rows that items become; without items, one row of the configured shape.
 
-    Only arrays have shapes of their own; anything else counts as one row of the configured shape.
+    The shape of an array is known; any other item counts as one row of the configured shape.
     """
     predicted = [_predict_item(item, inputs) for item in items]
     if not predicted:

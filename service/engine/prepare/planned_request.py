@@ -32,9 +32,9 @@ class PlannedRequest:
     The plan has the options of the input at ``input_index``. ``inputs`` describes the rows, which may be outputs of a
     layer; ``tower`` is the part of it that these rows have, if the model has two towers. ``catalog`` was measured with
     rows of ``catalog_shapes``, None if the rows have a shape that is not surveyed yet. ``nbytes`` estimates the memory
-    of rows and results before rows are decoded. ``apart``: each input is a job of its own, though all have one shape:
-    inputs have options of their own, or their forwards make other calls. ``kept``: where it is kept for others that ask
-    the same, of the model as it was known then.
+    of rows and results before rows are decoded. ``apart``: each input becomes a separate job, because
+    inputs have different options, or because their forwards make different calls. ``kept``: the cache in which later
+    requests that ask the same find it; a finding about the model replaces that cache.
     """
 
     request: ExtractRequest
@@ -56,16 +56,16 @@ class PlannedRequest:
 
     @cached_property
     def prepared(self) -> PreparedRequest:
-        """What its jobs have in common, unless they have position ids of their own; errors as of ``prepare``."""
+        """``prepare()``, cached: for jobs without position ids; raises the same errors."""
         return self.prepare()
 
     @cached_property
     def decodes_in_batch(self) -> bool:
         """Whether pictures are decoded by their batches; their rows must be known in advance.
 
-        They are decoded first if inputs have options of their own; if a picture's size decides that of its row; if they
-        are a few, which run one after another on all cores; or if several share no forwards, because their batches are
-        as large as memory allows (``decode_with_batch`` excepted).
+        They are decoded before if inputs have different options; if the size of a picture decides the size of its row;
+        if there are so few that each runs alone on all cores; or if there are several and the request is isolated:
+        its batches are as large as memory allows (unless the request sets ``decode_with_batch``).
         """
         preprocess = self.inputs.preprocess
         is_sized = preprocess is not None and compute_output_size(preprocess) is not None

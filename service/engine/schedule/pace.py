@@ -33,7 +33,7 @@ class Pace:
     def add_batch(self, batch: Batch, seconds: float, parallel: int, *, decoded: bool) -> None:
         """Note a batch's duration, which it shared with the other batches in parallel on its device.
 
-        ``decoded``: the duration includes decoding its pictures, which then takes no time of its own.
+        ``decoded``: the duration includes the decoding of its pictures, which is then not counted separately.
         """
         # In rows of the configured shape, because a few large pictures say little about waiting small ones.
         weight = batch.key.costs.per_row / self._row_seconds

@@ -14,7 +14,7 @@ from layertap.service.engine.execute.model_calls import CallOutcome, ModelFuncti
 from layertap.service.engine.execute.processes.wire import Captures, SentResult, SentSpecs, ToWorker, unpack_results
 from layertap.service.engine.execute.processes.worker_decoder import WorkerDecoder
 from layertap.service.engine.execute.processes.worker_pool import WorkerPool
-from layertap.service.engine.execute.processes.worker_process import Exchange, ModelLostError, WorkerDiedError
+from layertap.service.engine.execute.processes.worker_process import ModelLostError, PendingMessage, WorkerDiedError
 from layertap.service.errors import ForwardError, UnavailableError
 from layertap.service.inputs.items import ArraysItem, ImageItem, TextItem
 from layertap.service.settings import Settings
@@ -53,7 +53,7 @@ class ProcessExecutor(Executor):
         return CallOutcome(outcome.result)  # a failure ended with its worker
 
 
-class RunningBatch(Exchange):
+class RunningBatch(PendingMessage):
     """A batch in a worker; ``result`` is its BatchResult, never an error."""
 
     def __init__(self, batch: Batch, extend: Extend, decoder: WorkerDecoder) -> None:

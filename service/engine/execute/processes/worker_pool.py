@@ -19,8 +19,8 @@ from layertap.service.engine.execute.processes.worker_process import (
     GRACE_SECONDS,
     RETRY_SECONDS,
     Ended,
-    Exchange,
     ModelLostError,
+    PendingMessage,
     WorkerProcess,
 )
 from layertap.service.engine.execute.threads import run_in_new_thread
@@ -52,7 +52,7 @@ class WorkerPool:
         self._on_idle: Callable[[], None] = lambda: None
         self._workers: list[WorkerProcess] = []
         self._idle: list[WorkerProcess] = []  # the most recently used comes last, and is taken first
-        self._waiting: deque[Exchange] = deque()  # for the next worker that is free
+        self._waiting: deque[PendingMessage] = deque()  # for the next worker that is free
         self._rows_wait = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -80,15 +80,15 @@ class WorkerPool:
         return worker
 
     async def ask(self, message: ToWorker, seconds: float) -> Any:
-        """The answer of the next idle worker, which is ended after so many seconds; errors of ``Exchange.result``."""
-        exchange = Exchange(message, seconds)
+        """The answer of the next idle worker, which is ended after so many seconds; errors of ``PendingMessage``."""
+        pending = PendingMessage(message, seconds)
         if self.lost.is_set():
             raise ModelLostError
         if self._idle:
-            self.take().ask(exchange)
+            self.take().ask(pending)
         else:
-            self._waiting.append(exchange)
-        return await exchange.result
+            self._waiting.append(pending)
+        return await pending.result
 
     async def restart(self) -> None:
         """Load the model again, and start its workers; LoadError."""
@@ -104,11 +104,11 @@ class WorkerPool:
     def _add(self, worker: WorkerProcess) -> None:
         """Give a worker the next message that waits, or make it idle."""
         while self._waiting:
-            exchange = self._waiting.popleft()
-            if not exchange.result.done():  # its caller has not gone
+            pending = self._waiting.popleft()
+            if not pending.result.done():  # its caller has not gone
                 if self._timer is None:
                     self._end_late()
-                worker.ask(exchange)
+                worker.ask(pending)
                 return
         self._idle.append(worker)
         self.idle[CPU] = len(self._idle)

@@ -40,7 +40,7 @@ class WorkerDiedError(Exception):
     decode_seconds: float
 
 
-class Exchange:
+class PendingMessage:
     """A message to a worker, which has so many ``seconds`` to answer, and its outcome.
 
     ``result``: the answer, or the error why there is none: WorkerDiedError if the worker dies, or is ended;
@@ -87,7 +87,7 @@ class WorkerProcess:
         self.channel = channel
         self.progress = progress
         self._specs = SentSpecs()
-        self._exchange: Exchange | None = None
+        self._pending: PendingMessage | None = None
         self._taken = 0  # messages, before that one
 
     def start(self, on_free: OnFree) -> None:
@@ -101,26 +101,26 @@ class WorkerProcess:
         self.channel.connection.setblocking(False)
         self._loop.add_reader(self.channel.connection, self._read)
 
-    def ask(self, exchange: Exchange) -> None:
+    def ask(self, pending: PendingMessage) -> None:
         """Send a message; it is settled once, even if it can't be sent."""
-        self._exchange, self._taken = exchange, self.progress.taken
+        self._pending, self._taken = pending, self.progress.taken
         try:
-            self._send(exchange.pack(self._specs))
+            self._send(pending.pack(self._specs))
         except Exception as error:
             self._fail(error)
 
     def expire(self) -> None:
         """End it if its message has missed the deadline."""
-        if self._exchange is not None and self._exchange.deadline + GRACE_SECONDS <= time.monotonic():
+        if self._pending is not None and self._pending.deadline + GRACE_SECONDS <= time.monotonic():
             self._finish(self._describe_death(timed_out=True), "timeout")
 
     def close(self) -> None:
         """Hang up on the process; the message that it has, if any, gets a ModelLostError."""
         self._loop.remove_reader(self.channel.connection)
         self.channel.close()
-        if self._exchange is not None:
-            self._exchange.settle(ModelLostError())
-            self._exchange = None
+        if self._pending is not None:
+            self._pending.settle(ModelLostError())
+            self._pending = None
 
     def _send(self, message: object) -> None:
         """Send a message: now, or once it is copied into shared memory."""
@@ -142,8 +142,8 @@ class WorkerProcess:
             (kind, answer), _ = self.channel.read()
             if kind in ("answer", "end"):
                 self._finish(answer, "" if kind == "answer" else "failure")
-            elif self._exchange is not None:
-                reply = self._exchange.follow(kind, answer)
+            elif self._pending is not None:
+                reply = self._pending.follow(kind, answer)
                 if kind == "decoded":
                     self._send(reply)
         except Exception as error:
@@ -175,7 +175,7 @@ class WorkerProcess:
 
     def _finish(self, outcome: Any, ended: Ended) -> None:
         """Be free for the next message, or be replaced, and settle this one."""
-        exchange, self._exchange = self._exchange, None
+        pending, self._pending = self._pending, None
         lost = self._on_free(self, ended)
-        if exchange is not None:
-            exchange.settle(ModelLostError() if lost else outcome)
+        if pending is not None:
+            pending.settle(ModelLostError() if lost else outcome)

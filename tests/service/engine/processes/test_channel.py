@@ -19,7 +19,7 @@ import torch
 from layertap.models.errors import Fault, InputError
 from layertap.service.engine.execute.processes.channel import MAX_PACKET_BYTES, Channel, connect
 from layertap.service.engine.execute.processes.progress import create_progress
-from layertap.service.engine.execute.processes.worker_process import Exchange, ModelLostError, WorkerProcess
+from layertap.service.engine.execute.processes.worker_process import ModelLostError, PendingMessage, WorkerProcess
 from layertap.service.errors import ForwardError
 from layertap.service.inputs.items import ImageItem
 
@@ -193,7 +193,7 @@ def test_message_that_cannot_be_sent() -> None:
     async def ask() -> object:
         worker = WorkerProcess(0, channel, progress)
         worker.start(lambda *given: freed.append(given) or False)  # type: ignore[func-returns-value]
-        exchange = Exchange(("call", lambda model: model), math.inf)
+        exchange = PendingMessage(("call", lambda model: model), math.inf)
         worker.ask(exchange)
         assert freed == [(worker, "")]
         async with asyncio.timeout(LONG_S):
@@ -219,7 +219,7 @@ def test_asked_when_it_is_closed(size: int) -> None:
         worker = WorkerProcess(ended.pid, channel, progress)
         worker.start(lambda *_: False)
         worker.close()
-        exchange = Exchange(("decode", [ImageItem(bytes(size))]), math.inf)
+        exchange = PendingMessage(("decode", [ImageItem(bytes(size))]), math.inf)
         worker.ask(exchange)
         async with asyncio.timeout(LONG_S):
             return await exchange.result
