@@ -25,7 +25,7 @@ OutOption = Annotated[
 ]
 FormatOption = Annotated[
     str | None,
-    typer.Option("--format", help="json, npy, npz, safetensors, png or webp; to stdout without --out."),
+    typer.Option("--format", help="json, npy, npz, safetensors or png; to stdout without --out."),
 ]
 
 
@@ -74,15 +74,13 @@ def choose_output(file: Path | None, name: str | None) -> Output | None:
     return output
 
 
-def choose_picture(file: Path | None, name: str | None) -> Output:
-    """As ``choose_output``, of a picture: where neither says where, it is for a window."""
+def choose_picture(file: Path | None) -> Output:
+    """As ``choose_output``, of a picture: without a file it is for a window."""
     from layertap.service.formats.table import FORMATS
 
-    if file == STDOUT and name is None:
-        name = "png"
-    output = choose_output(file, name) or Output(FORMATS["png"], None)
+    output = choose_output(file, "png" if file == STDOUT else None) or Output(FORMATS["png"], None)
     if not output.format.is_picture:
-        hint = "use a name that ends in .png or .webp, or layertap extract"
+        hint = "use a name that ends in .png, or layertap extract"
         raise LayertapError(f"{output.format.name} is no picture", hint=hint)
     return output
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -66,10 +66,7 @@ def show(
     layers: Annotated[str, typer.Argument(help="Layer selectors, separated by commas.")],
     file: Annotated[
         Path | None,
-        typer.Option("--out", help="A .png or .webp file, - for stdout; without it the picture is opened."),
-    ] = None,
-    form: Annotated[
-        Literal["png", "webp"] | None, typer.Option("--format", help="To stdout where --out is not given.")
+        typer.Option("--out", help="A .png file, - for stdout; without it the picture is opened."),
     ] = None,
     tiles: Annotated[int, typer.Option(help="How many channels or heads of each layer.", min=1, max=MAX_TILES)] = 16,
     model: ModelOption = None,
@@ -77,7 +74,7 @@ def show(
     config: ConfigOption = None,
 ) -> None:
     """Draw what layers see of a picture, and open it; without a screen, say where it is."""
-    output = choose_picture(file, form)
+    output = choose_picture(file)
     fields = {"model": model, "layers": layers, "tiles": str(tiles), "isolated": "true"}
     reply = asyncio.run(_ask(url, config, "/extract", [image], fields, output.format.media_type))
     output.write(reply.body)
@@ -114,7 +111,7 @@ def explain(
 
     Without --out and --format the picture is opened, as by show. .npz, .json and others hold the maps as arrays.
     """
-    output = choose_output(file, form) or choose_picture(None, None)
+    output = choose_output(file, form) or choose_picture(None)
     given = {
         "method": method,
         "classes": classes,

@@ -40,7 +40,7 @@ def _rank(media_type: str, ranges: Mapping[str, float]) -> tuple[float, int]:
 
 
 def parse_qualities(accept: str) -> dict[str, float]:
-    """Media ranges, or the codings of ``Accept-Encoding``, with their qualities; of a repeated one, the highest."""
+    """Media ranges with their qualities; of a repeated one, the highest."""
     qualities: dict[str, float] = {}
     # Elements beyond the limit are ignored, so that a huge header costs no more than a long one.
     for element in accept.lower().split(",", _MAX_RANGES)[:_MAX_RANGES]:

@@ -1,12 +1,10 @@
-"""``image/png`` and ``image/webp``: drawings of the results, for people."""
+"""``image/png``: a drawing of the results, for people."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from io import BytesIO
-from typing import Any
 
 from layertap.models.errors import TooLargeError
 from layertap.service.errors import NotAcceptableError
@@ -16,12 +14,11 @@ from layertap.service.pictures.overlay import OVERLAY, Original, SentPicture
 from layertap.service.pictures.panels import ResultInfo, Shape
 from layertap.service.pictures.sheet import check_sheet, draw_sheet, shows_originals
 
-Writer = dict[str, Any]
-PNG: Writer = {"format": "PNG", "compress_level": 4}
-WEBP: Writer = {"format": "WEBP", "lossless": True, "quality": 40, "method": 2}
+COMPRESS_LEVEL = 4
+MAX_DECODED_PIXELS = 100 * 10**6  # of all originals of a reply: about a second
 
 
-def encode(features: Features, options: EncodeOptions, writer: Writer) -> Buffers:
+def encode(features: Features, options: EncodeOptions) -> Buffers:
     """A sheet of all results, in the order asked for.
 
     NotAcceptableError: int8 results, whose numbers mean nothing without their scales. TooLargeError: more pixels than a
@@ -40,7 +37,7 @@ def encode(features: Features, options: EncodeOptions, writer: Writer) -> Buffer
     check_sheet(infos, options.tiles)
     originals = _decode(dict(zip(places, options.sent, strict=False))) if shows_originals(infos) else {}
     stream = BytesIO()
-    draw_sheet(infos, features.arrays, options.tiles, originals).save(stream, **writer)
+    draw_sheet(infos, features.arrays, options.tiles, originals).save(stream, "PNG", compress_level=COMPRESS_LEVEL)
     return [stream.getvalue()]
 
 
@@ -83,8 +80,3 @@ def _decode(sent: Mapping[int, SentPicture | None]) -> dict[int, Original]:
                 originals[place], pixels = picture.decode(OVERLAY, left)
                 left -= pixels
     return originals
-
-
-MAX_DECODED_PIXELS = 100 * 10**6  # of all originals of a reply: about a second
-encode_png = partial(encode, writer=PNG)
-encode_webp = partial(encode, writer=WEBP)

@@ -31,8 +31,7 @@ _TABLE = (
     ReplyFormat("npy", "application/x-npy", numpy_files.encode_npy),
     ReplyFormat("npz", "application/x-npz", numpy_files.encode_npz),
     ReplyFormat("safetensors", "application/x-safetensors", safetensors.encode),
-    ReplyFormat("png", "image/png", picture.encode_png, is_picture=True),
-    ReplyFormat("webp", "image/webp", picture.encode_webp, is_picture=True),
+    ReplyFormat("png", "image/png", picture.encode, is_picture=True),
 )
 
 FORMATS: dict[str, ReplyFormat] = {each.name: each for each in _TABLE}

@@ -29,7 +29,6 @@ from layertap.service.errors import (
 )
 from layertap.service.http.auth import Keyring
 from layertap.service.http.body import too_large_error
-from layertap.service.http.compression import CompressedReply, choose_coding, is_compressible
 from layertap.service.http.problems import OF_FASTAPI, ProblemEncoder, describe_error, encode_problem
 from layertap.service.http.timeout import TimeLimit, explain_delay
 from layertap.service.http.tracing import RequestTrace, RequestTracer
@@ -43,7 +42,7 @@ LARGE = 2**16  # bytes that uvicorn gives away without waiting for the peer
 MIN_BYTES_PER_S = 10_000  # minimum upload rate: slower clients would hold a slot and memory
 ID_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 CONSTANT_HEADERS = (
-    (b"vary", b"Accept, Accept-Encoding"),
+    (b"vary", b"Accept"),
     (b"x-content-type-options", b"nosniff"),
     (b"cache-control", b"no-store"),  # features of somebody's pictures
     (b"content-security-policy", b"frame-ancestors 'none'"),  # pages add what they need: a browser obeys both
@@ -82,7 +81,6 @@ class Exchange:
         self.scope = scope
         self._receive = receive
         self._send = send
-        self._compressed: CompressedReply | None = None
         self._task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]  # there is one
         self._watcher: asyncio.Task[None] | None = None
         self._error: LayertapError | None = None  # why the task was cancelled here
@@ -126,14 +124,12 @@ class Exchange:
         """Send a piece of the reply."""
         if message["type"] == "http.response.start":
             self._begin_reply(message)
-        pieces = (message,) if self._compressed is None else await self._compressed.convert(message)
-        for piece in pieces:
-            size = len(piece.get("body", b""))
-            if size > LARGE and not piece.get("more_body"):
-                await self._send({**piece, "more_body": True})
-                piece = {"type": piece["type"]}  # uvicorn waits for the peer before it takes one more
-            await self._send(piece)
-            self.facts.reply_bytes += size if self.facts.method != "HEAD" else 0
+        size = len(message.get("body", b""))
+        if size > LARGE and not message.get("more_body"):
+            await self._send({**message, "more_body": True})
+            message = {"type": message["type"]}  # uvicorn waits for the peer before it takes one more
+        await self._send(message)
+        self.facts.reply_bytes += size if self.facts.method != "HEAD" else 0
 
     async def send_error(self, error: Exception) -> None:
         """Reply with an error, unless a reply has begun."""
@@ -202,11 +198,6 @@ class Exchange:
         ]
         if self.trace is not None:
             headers.append((b"traceparent", self.trace.traceparent.encode()))
-        # HTTP/1.0 has no way to send what has no known length.
-        if (accepted := self.head.get(b"accept-encoding")) and self.scope["http_version"] != "1.0":
-            coding = choose_coding(accepted)
-            if coding is not None and is_compressible(headers):
-                self._compressed = CompressedReply(coding, self.engine)
 
     async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -48,7 +48,6 @@ Infos = Sequence[ResultInfo]
 Originals = Mapping[int, Original]  # by the inputs' indexes in the request
 
 MAX_PIXELS = 16 * 10**6
-MAX_SIDE = 16_383  # of WebP; PNG has none, but nobody would look at more
 TILE, COLUMNS = 96, (8, 4)  # approximate pixels of a tile's longer side; columns for one input, for several
 HEAD_TILE, HEAD_COLUMNS = 140, (6, 4)  # for heads over pictures, where patches must be recognisable
 MAP_COLUMNS = 4
@@ -66,9 +65,6 @@ def check_sheet(infos: Infos, tiles: int = TILES) -> None:
     width, height = _measure(_make_sections(infos, tiles, None))
     if width * height > MAX_PIXELS:
         detail = f"the picture would have {width * height} pixels ({width} by {height}), the limit is {MAX_PIXELS}"
-        raise TooLargeError(detail, hint=_HINT)
-    if max(width, height) > MAX_SIDE:
-        detail = f"the picture would have a side of {max(width, height)} pixels, the limit is {MAX_SIDE}"
         raise TooLargeError(detail, hint=_HINT)
     if any(find_kind(info).drawing == "charts" for info in infos):
         check_installed()

@@ -17,7 +17,6 @@ from layertap.service.features import Features
 from layertap.service.formats import json
 from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.table import FORMATS, ReplyFormat
-from layertap.service.http.compression import EVENTS
 from layertap.service.http.exchange import Exchange, ExchangeDependency
 from layertap.service.http.openapi import COMPUTED, describe_inputs
 from layertap.service.http.parsing import parse_request
@@ -30,6 +29,7 @@ from layertap.service.schemas.replies import FeaturesReply
 from layertap.service.sweep import sweeping
 
 parse_sweep = partial(parse_request, kind=SweepBody)
+EVENTS = "text/event-stream"
 EVENTS_FORMAT = ReplyFormat("events", EVENTS, json.encode, json.estimate_bytes, binary=False)
 read_envelope = make_envelope_reader({**FORMATS, EVENTS_FORMAT.name: EVENTS_FORMAT})
 EVENT_STREAM = {"schema": {"type": "string", "description": "events progress, then result or error"}}

@@ -26,7 +26,7 @@ def negotiate(accept: str | None, name: str | None, formats: dict[str, ReplyForm
         ("application/x-npz, */*;q=0.1", "npz"),
         ("application/json;q=0, */*", "npy"),
         ("application/*;q=0.2, application/x-safetensors;q=0.1, text/*", "json"),
-        ("text/html, application/xhtml+xml, application/xml;q=0.9, image/webp, */*;q=0.8", "webp"),
+        ("text/html, application/xhtml+xml, application/xml;q=0.9, image/png, */*;q=0.8", "png"),
         ("application/json, text/plain, */*", "json"),
         ("image/*", "png"),
         ("text/html, application/x-npz;q=0.001", "npz"),

@@ -47,7 +47,7 @@ def traced(serve: Serve, collector: Collector) -> Iterator[Live]:
         nets = net("gated", "Gated"), net("touchy", "Touchy")
         settings = {"otlp_endpoint": collector.url, "api_keys": "secret-key # search", "replicas": 1, "cpu_threads": 1}
         with serve(configured(*nets), **settings) as live:
-            live.client.headers.update({"x-api-key": "secret-key", "accept-encoding": "identity"})
+            live.client.headers.update({"x-api-key": "secret-key"})
             yield live
 
 
