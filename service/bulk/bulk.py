@@ -26,6 +26,7 @@ from layertap.service.bulk.parts import (
     PartWriter,
     check_columns,
     check_keys,
+    count_rows,
     find_parts,
     list_parts,
     list_states,
@@ -124,8 +125,17 @@ class Summary:
 class Observer(Protocol):
     """Shows the progress of a job."""
 
-    def start(self, rows: int, count: Callable[[], int | None]) -> None:
-        """Begin after ``rows`` rows; ``count`` gives the number of all rows, and may take long."""
+    def wait_for_model(self) -> None:
+        """The model is asked for the outline of its answers, and may have to be loaded first."""
+
+    def note_ready(self, model: str) -> None:
+        """The model has answered."""
+
+    def start(self, rows: int, errors: int, count: Callable[[], int | None]) -> None:
+        """Begin after ``rows`` rows, ``errors`` of them without a result.
+
+        ``count`` gives the number of all rows, and may take long.
+        """
 
     def advance(self, rows: Rows) -> None:
         """A batch was answered."""
@@ -158,7 +168,9 @@ async def run(
         await asyncio.to_thread(check_keys, entries, job.list_tables(), complete=True)
     extractor = create()
     try:
+        observer.wait_for_model()
         outline = await extractor.outline(job.question)
+        observer.note_ready(outline.model)
         _check_outline(job, outline)
         if begun is not None and restart:  # only once the model has answered: the old output may have taken a night
             _remove(job, begun)
@@ -173,8 +185,8 @@ async def run(
         _clear(job.folder)
     if atlas:
         await asyncio.to_thread(_write_atlas, job, source, outline, extractor.max_input_bytes)
-    errors = [read_column(table, "error") for table in job.list_tables()]
-    return Summary(sum(map(len, errors)), sum(len(each) - each.null_count for each in errors), complete)
+    rows, errors = await asyncio.to_thread(count_rows, job.list_tables())
+    return Summary(rows, errors, complete)
 
 
 async def _go_on(
@@ -188,10 +200,11 @@ async def _go_on(
             rows = max(1, min(extractor.max_rows, TARGET_BYTES // max(outline.row_bytes, 1)))
             begun = Manifest(job.describe(), outline, BatchLimits(rows, extractor.max_batch_bytes))
             begun.save(job.folder)
-        parts, first = await asyncio.to_thread(find_parts, job.folder)
+        parts = await asyncio.to_thread(find_parts, job.folder)
+        first, errors = await asyncio.to_thread(count_rows, parts)
         entries = source.iterate(first, extractor.max_input_bytes)
         await asyncio.to_thread(check_keys, entries, parts)
-        observer.start(first, source.count)
+        observer.start(first, errors, source.count)
         batches = cut_batches(entries, begun.limits)
         writer = PartWriter(job.folder, begun.outline, job.layout, first, _make_reducer(begun, job, parts))
         await write_rows(answer_batches(batches, extractor, job.question, begun.outline), writer, observer.advance)

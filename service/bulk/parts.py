@@ -169,8 +169,8 @@ def read_state(table: Path) -> dict[str, Array]:
         raise LayertapError(f"{path} is missing or damaged: {error}", hint=OTHERWISE) from error
 
 
-def find_parts(folder: Path) -> tuple[list[Path], int]:
-    """The tables of a folder, in order, and their number of rows; LayertapError if some are missing.
+def find_parts(folder: Path) -> list[Path]:
+    """The tables of a folder, in order; LayertapError if some are missing.
 
     Removes unfinished files.
     """
@@ -182,7 +182,13 @@ def find_parts(folder: Path) -> tuple[list[Path], int]:
             raise LayertapError(f"rows from {count} on are missing in {folder}", hint=OTHERWISE)
         with open_table(path) as file:
             count += file.metadata.num_rows
-    return parts, count
+    return parts
+
+
+def count_rows(tables: Iterable[Path]) -> tuple[int, int]:
+    """How many rows tables have, and how many of them have an error instead of results."""
+    errors = [read_column(table, "error") for table in tables]
+    return sum(map(len, errors)), sum(len(each) - each.null_count for each in errors)
 
 
 def check_keys(entries: Iterator[Entry], tables: Sequence[Path], *, complete: bool = False) -> None:

@@ -91,7 +91,7 @@ def bulk(
     kept = top if "top" in reductions else 0
     question = Question(model, names, pool, normalize, prompt, truncate, opened.texts, reductions, kept)
     job = Job.parse(question, source, out, layout, column)
-    reporter = _Reporter()
+    reporter, begun = _Reporter(), time.monotonic()
     try:
         summary = asyncio.run(run(job, opened, create, reporter, restart=restart, atlas=atlas))
     except OtherModelError as error:
@@ -101,7 +101,8 @@ def bulk(
     finally:
         reporter.stop()
     when = "; it was complete before" if summary.before else ""
-    stderr.print(f"{out}: {summary.rows} rows, {summary.errors} of them without a result{when}", markup=False)
+    seconds = f", {time.monotonic() - begun:.0f} s"
+    tell(f"{out}: {summary.rows} rows, {summary.errors} of them without a result{when or seconds}")
     if summary.errors and strict:
         raise typer.Exit(1)
 
@@ -134,14 +135,24 @@ class _Reporter:
     def __init__(self) -> None:
         self._status = stderr.status("")
         self._total: int | None = None
-        self._first = self._done = self._errors = 0
+        self._first = self._done = self._errors = self._named = 0
         self._begun = self._told = 0.0
 
-    def start(self, rows: int, count: Callable[[], int | None]) -> None:
-        """It goes on after so many rows; all are counted meanwhile."""
+    def wait_for_model(self) -> None:
+        """The model may have to be loaded first."""
+        self._begun = time.monotonic()
+        tell("waiting for the model")
+
+    def note_ready(self, model: str) -> None:
+        """The model has answered."""
+        tell(f"model {model} is ready after {time.monotonic() - self._begun:.1f} s")
+
+    def start(self, rows: int, errors: int, count: Callable[[], int | None]) -> None:
+        """It goes on after so many rows, some without a result; all are counted meanwhile."""
         if rows:
-            stderr.print(f"{rows} rows are there already")
+            tell(f"{rows} rows are there already, {errors} of them without a result")
         self._first = self._done = rows
+        self._errors = errors
         self._begun = self._told = time.monotonic()
         if stderr.is_terminal:
             self._status.start()
@@ -170,10 +181,11 @@ class _Reporter:
 
     def _tell_error(self, key: str, error: str) -> None:
         self._errors += 1
-        if self._errors <= MAX_NAMED:
+        self._named += 1
+        if self._named <= MAX_NAMED:
             tell(f"{key}: {error}")
-        elif self._errors == MAX_NAMED + 1:
-            stderr.print("further ones have their reason in the column 'error'")
+        elif self._named == MAX_NAMED + 1:
+            tell("further ones have their reason in the column 'error'")
 
     def _format_line(self, elapsed: float) -> str:
         rate = (self._done - self._first) / elapsed

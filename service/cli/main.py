@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -34,7 +35,7 @@ def main() -> None:
     except LayertapError as error:
         _exit(format_error(error))
     except OSError as error:  # of the operator's own files
-        _exit(f"{error.filename}: {error.strerror}")
+        _exit(_format_os_error(error))
 
 
 def _format_usage(error: Any) -> str:
@@ -42,6 +43,17 @@ def _format_usage(error: Any) -> str:
     message = " ".join(error.format_message().split()).removesuffix(".")
     command = error.ctx.command_path if error.ctx else "layertap"
     return f"{message} (see {command} --help)"
+
+
+def _format_os_error(error: OSError) -> str:
+    """Which file is in the way, or that there is no folder for temporary ones."""
+    if error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        return "there is no folder for temporary files (set TMPDIR to one that can be written to and has room)"
+    return str(error.strerror or error)
 
 
 def _exit(reason: str) -> NoReturn:

@@ -10,11 +10,19 @@ function quote(text) {
   return `'${text.replaceAll("'", "'\\''")}'`;
 }
 
+function listParameters({ layers, objective }) {
+  // A layer that a selector names is written so, whole: JSON in an address is hard to read.
+  const { layer, site, as, channels, ...more } = layers[0];
+  const isPlain = !Object.keys(more).length && /^[^,[{][^,]*$/u.test(layer);
+  const text = isPlain ? [layer, site].filter(Boolean).join(":") : JSON.stringify(layers);
+  return [["layers", text], ...(objective ? [["objective", objective.kind], ["class", objective.class]] : [])];
+}
+
 function writeCurl(state) {
   const address = new URL("extract", document.baseURI).href;
   const key = sessionStorage.getItem("layertap-key") ? ' -H "Authorization: Bearer $LAYERTAP_API_KEY"' : "";
-  const fields = Object.entries(makeView(state)).map(([field, value]) => [field, JSON.stringify(value)]);
-  const query = [["model", state.model], ...fields, ["format", "npz"]].map(([field, value]) => `${field}=${encodeURIComponent(value)}`).join("&");
+  const parameters = [["model", state.model], ...listParameters(makeView(state)), ["format", "npz"]];
+  const query = parameters.map(([name, value]) => `${name}=${encodeURIComponent(value).replaceAll("%3A", ":")}`).join("&");
   const type = quote(`Content-Type: ${state.picture.type || "image/*"}`);
   return [`curl -sS${key} -H ${type}`, `--data-binary ${quote(`@${state.picture.name}`)}`, `-o layers.npz ${quote(`${address}?${query}`)}`].join(" \\\n  ");
 }

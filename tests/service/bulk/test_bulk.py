@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import struct
 import tarfile
 import zlib
@@ -38,6 +39,7 @@ def test_folder(command: Command, live: Live, folder: Path, tmp_path: Path) -> N
     done = command("bulk", folder, *LAYERS, "--out", out)
     assert (done.status, done.out) == (0, "")
     assert "70 rows" in done.notes
+    assert re.match(r"waiting for the model\nmodel digits is ready after [\d.]+ s\n", done.notes)
     assert list(tmp_path.iterdir()) == [out]
     rows, files = read(out), list_files(folder)
     assert list(rows) == ["key", "digest", "block2", "pool", "fingerprint", "error"]

@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from layertap.service.cli import bulk
 from tests.marks import slow
-from tests.service.bulk.conftest import COUNT, read
+from tests.service.bulk.conftest import COUNT, read, write_pictures
 from tests.service.bulk.test_bulk import list_files
-from tests.service.cli.commands import Command
+from tests.service.cli.commands import Command, Done
+from tests.service.support import picture
 
 FULL = Path("/dev/full")  # a file that has no room for anything
 WORDS = ("--layers", "pool", "--pool", "mean")
 
 
-def test_a_file_on_a_full_disk(command: Command, folder: Path, tmp_path: Path) -> None:
-    """A job that has no room for its file keeps its parts, says so in a line, and goes on with the same command."""
-    out = tmp_path / "out.parquet"
-    (tmp_path / "out.parquet.tmp").symlink_to(FULL)
-    done = command("bulk", folder, *WORDS, "--out", out)
-    assert (done.status, len(done.notes.splitlines())) == (2, 1)
+def list_mistakes(done: Done) -> list[str]:
+    """What the command says is wrong, without how far it is."""
+    return [line for line in done.notes.splitlines() if line.startswith("layertap: ")]
+
+
+def test_a_file_on_a_full_disk(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that has no room for its file keeps its parts, says so in a line, goes on, and counts all of its rows."""
+    monkeypatch.setattr(bulk, "LINE_S", 0.0)  # a line for each batch
+    source, out = tmp_path / "source", tmp_path / "out" / "out.parquet"
+    write_pictures(source, 3)
+    (source / "bad.png").write_bytes(b"no picture")
+    out.parent.mkdir()
+    (out.parent / "out.parquet.tmp").symlink_to(FULL)
+    done = command("bulk", source, *WORDS, "--out", out)
+    assert (done.status, len(list_mistakes(done))) == (2, 1)
     assert f"{out} can't be written: No space left on device" in done.notes
-    assert [path.name for path in tmp_path.iterdir()] == ["out.parquet.parts"]
-    done = command("bulk", folder, *WORDS, "--out", out)
-    assert (done.status, f"{COUNT} rows are there already" in done.notes) == (0, True)
-    assert len(read(out)["key"]) == COUNT
+    assert [path.name for path in out.parent.iterdir()] == ["out.parquet.parts"]
+    (source / "sub" / "later.png").write_bytes(picture(9))
+    done = command("bulk", source, *WORDS, "--out", out)
+    assert done.status == 0
+    assert re.search(r"^4 rows are there already, 1 of them without a result$", done.notes, re.MULTILINE)
+    assert re.search(r"^5( of 5)? rows, \d+/s, 1 without a result", done.notes, re.MULTILINE)
+    assert re.search(r"5 rows, 1 of them without a result, \d+ s$", done.notes)
+    assert len(read(out)["key"]) == 5
 
 
 def write_source(folder: Path, path: Path) -> None:
@@ -51,7 +67,7 @@ def test_a_damaged_source(command: Command, folder: Path, tmp_path: Path) -> Non
     whole.write_bytes(source.read_bytes())
     damage(source, 5)
     done = command("bulk", source, *WORDS, "--out", out)
-    assert (done.status, "Traceback" in done.notes, len(done.notes.splitlines())) == (2, False, 1)
+    assert (done.status, "Traceback" in done.notes, len(list_mistakes(done))) == (2, False, 1)
     assert "is damaged from row " in done.notes
     assert "whole file" in done.notes
     whole.replace(source)
@@ -69,7 +85,7 @@ def test_a_damaged_result(command: Command, folder: Path, tmp_path: Path, out: s
     table = path if path.is_file() else next(path.glob("part-*.parquet"))
     damage(table, 0)
     done = command(*words)
-    assert (done.status, len(done.notes.splitlines())) == (2, 1)
+    assert (done.status, len(list_mistakes(done))) == (2, 1)
     assert "is damaged" in done.notes
     assert "--restart" in done.notes
     assert command(*words, "--restart").status == 0

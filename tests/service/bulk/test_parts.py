@@ -13,7 +13,7 @@ import pytest
 
 from layertap.service.bulk import parts, pipeline
 from layertap.service.bulk.job import BatchLimits, Column, Outline, Question, Rows, cut_batches
-from layertap.service.bulk.parts import PartWriter, find_parts, list_parts, merge_parts
+from layertap.service.bulk.parts import PartWriter, count_rows, find_parts, list_parts, merge_parts
 from layertap.service.bulk.sources import Entry
 from tests.service.bulk.conftest import read
 from tests.service.bulk.test_odd_jobs import OUTLINE as RULE_OUTLINE
@@ -87,7 +87,7 @@ def test_what_is_held_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     batches = cut_batches(source.iterate(), BatchLimits(ROWS, 2**20))
     answers = pipeline.answer_batches(batches, Rule(), Question(None), RULE_OUTLINE)
     asyncio.run(pipeline.write_rows(answers, writer, note))
-    assert find_parts(tmp_path)[1] == PICTURES
+    assert count_rows(find_parts(tmp_path)) == (PICTURES, 0)
     assert Rule.in_flight * ROWS <= source.most <= (Rule.in_flight + 3) * ROWS
     assert len(waiting) == PICTURES // ROWS
     assert max(waiting) < PART_BYTES

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import resource
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,3 +79,12 @@ def test_no_such_server(
     done = command(*given, "--url", *(each.replace("URL", locked.url) for each in where))
     assert (done.status, done.out, len(done.notes.splitlines())) == (2, "", 1)
     assert told in done.notes
+
+
+def test_no_folder_for_temporary_files(url: str, pictures: list[Path]) -> None:
+    """Where no folder for temporary files can be written to, the one line says what to set."""
+    words = [sys.executable, "-m", "layertap", "show", str(pictures[0]), "block1", "--url", url]
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (0, 0))  # a full disk, to whoever writes
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, preexec_fn=limit)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+    assert "set TMPDIR" in done.stderr

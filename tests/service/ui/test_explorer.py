@@ -110,6 +110,7 @@ def test_snippets(shown: Live, open_page: Open, tmp_path: Path) -> None:
     (address,) = re.findall(r"'(http://[^']*)'", snippet.inner_text())
     reply = shown.client.post(address, content=DIGIT.read_bytes(), headers={"content-type": "image/png"})
     assert reply.status_code == 200
+    assert "?model=digits&layers=block1&format=npz" in address
     opened.page.click("text=Python")
     (tmp_path / "digit-2.png").write_bytes(DIGIT.read_bytes())
     command = [sys.executable, "-c", snippet.inner_text()]
