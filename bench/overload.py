@@ -8,28 +8,28 @@ and say so; then one client again, until it is answered as before. All of it on 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from bench.closed_loop import run_closed
 from bench.machine import described
 from bench.serving.pictures import written
 from bench.serving.server import Server, serving
 from bench.startup import HOST
-from layertap.service.load.options import Options
-from layertap.service.load.run import run
+from layertap.service.load.run import REFUSALS, Sender, list_percentiles, summarize
 from layertap.service.load.scenario import RequestKind, make_scenario
 
 NORMAL = 2.0  # times the latency before: an answer that took no longer is as before
 PROBES = 5
 RECOVERY_S = 60.0
-REFUSED = frozenset({429})
+REFUSED = (429,)
 
 
 def make_kind(model: str, picture: Path, patience: float | None = None) -> RequestKind:
@@ -44,24 +44,28 @@ def measured(server: Server, picture: Path, chosen: argparse.Namespace) -> dict[
     """Figures of the three phases."""
     url = f"http://{HOST}:{server.port}"
     one = make_kind(chosen.model, picture, chosen.patience)
-    before = run([one], Options(url, connections=1, requests=PROBES, warmup=PROBES)).total.latency_ms
-    closed = Options(url, connections=chosen.connections, duration=chosen.seconds, warmup=2 * chosen.connections)
-    capacity = run([make_kind(chosen.model, picture)], closed).total.goodput
+    before = [run_closed(one, url, 1, requests=PROBES).latency_ms for _ in range(2)][-1]  # the first ones warm up
+    patient = make_kind(chosen.model, picture)
+    run_closed(patient, url, chosen.connections, requests=2 * chosen.connections)
+    capacity = run_closed(patient, url, chosen.connections, seconds=chosen.seconds).goodput
     rate = chosen.times * capacity
-    flood = Options(url, rate=rate, duration=chosen.seconds, max_in_flight=10_000, allow=REFUSED)
-    over = run([one], flood)
-    recovered = recovery(url, one, before.p50 if before else 0.0)
+    flood, begun, cpu = Sender([one], url, allow=REFUSED), time.perf_counter(), time.process_time()
+    asyncio.run(flood.send_at(rate, chosen.seconds))
+    elapsed_s = time.perf_counter() - begun
+    over = summarize(flood.samples, elapsed_s)
+    cpu = (time.process_time() - cpu) / elapsed_s
+    recovered = recovery(url, one, before.get("p50", 0.0))
     return {
         "capacity": capacity,
         "rate": rate,
-        "goodput": over.total.goodput,
-        "ratio": over.total.goodput / capacity,
-        "refusal_ms": asdict(over.total.refusal_ms) if over.total.refusal_ms else None,
-        "statuses": dict(over.total.statuses),
-        "latency_ms": asdict(over.total.latency_ms) if over.total.latency_ms else None,
-        "idle_p50_ms": before.p50 if before else None,
+        "goodput": over.goodput,
+        "ratio": over.goodput / capacity,
+        "refusal_ms": list_percentiles(each.seconds for each in flood.samples if each.outcome in REFUSALS),
+        "outcomes": over.outcomes,
+        "latency_ms": over.latency_ms,
+        "idle_p50_ms": before.get("p50"),
         "normal_after_s": recovered,
-        "client_cpu": round(over.client_cpu, 3),
+        "client_cpu": round(cpu, 3),
     }
 
 
@@ -69,9 +73,8 @@ def recovery(url: str, one: RequestKind, before_ms: float) -> float | None:
     """Seconds from the end of the flood until answers take as long as before; None if they never do."""
     begun = time.perf_counter()
     while time.perf_counter() - begun < RECOVERY_S:
-        probe = run([one], Options(url, connections=1, requests=1, allow=REFUSED)).total
-        latency = probe.latency_ms
-        if latency is not None and probe.goodput and latency.p50 <= NORMAL * before_ms:
+        probe = run_closed(one, url, 1, requests=1)
+        if probe.goodput and probe.latency_ms["p50"] <= NORMAL * before_ms:
             return time.perf_counter() - begun
     return None
 

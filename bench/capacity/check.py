@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import tempfile
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from bench.capacity.costs import Fleet, ImageCosts, Machine
 from bench.capacity.formula import find_bottleneck, get_limits
 from bench.capacity.simulation import Simulated, SimulatedFleet
+from bench.closed_loop import run_closed
 from bench.machine import TICK_S, CpuMeter
 from bench.serving.metrics import get_rows_per_forward, read_batch_rows
 from bench.serving.pictures import written
 from bench.serving.server import TIMES, Server, read_stat, serving
 from bench.startup import HOST
-from layertap.service.load.options import Options
-from layertap.service.load.run import run
 from layertap.service.load.scenario import RequestKind, make_scenario
 
 MANY = 16
@@ -50,7 +52,13 @@ def check(model: str, cores: int, connections: Sequence[int], rounds: int, secon
 def make_kinds(model: str, folder: Path) -> Mapping[str, RequestKind]:
     """Requests of one picture of the folder, of many, and of a row that need not be decoded."""
     path = f"/extract?model={model}&layers=avgpool&pool=flatten&format=npy"
-    sources = {"one": {"picture": "."}, "many": {"picture": ".", "inputs": MANY}, "row": {"random": SHAPE}}
+    row = np.random.default_rng(0).standard_normal(SHAPE, np.float32)
+    tensor = {"data": b64encode(row.tobytes()).decode(), "dtype": "float32", "shape": SHAPE}
+    sources: dict[str, Any] = {
+        "one": {"picture": "."},
+        "many": {"picture": ".", "inputs": MANY},
+        "row": {"json": {"inputs": [{"tensor": tensor}]}},
+    }
     entries = [{"name": name, "path": path, **source} for name, source in sources.items()]
     return {kind.name: kind for kind in make_scenario(entries, folder)}
 
@@ -67,9 +75,9 @@ def run_round(
 def measure_cost(server: Server, kind: RequestKind, seconds: float) -> Cost:
     """What an image takes while a few connections ask: CPU time, which others on the machine change little."""
     url = get_url(server)
-    run([kind], Options(url, connections=COST_CONNECTIONS, requests=WARM_UP))
+    run_closed(kind, url, COST_CONNECTIONS, requests=WARM_UP)
     own, all_, rows = read_own_s(server), server.cpu_s(), read_batch_rows(server.port)
-    images = run_all([kind], Options(url, connections=COST_CONNECTIONS, duration=seconds)) * kind.inputs
+    images = run_all(kind, url, COST_CONNECTIONS, seconds) * kind.inputs
     own, all_ = read_own_s(server) - own, server.cpu_s() - all_
     per_forward = get_rows_per_forward(rows, read_batch_rows(server.port))
     return Cost(own / images, (all_ - own) / images, per_forward["rows_mean"])
@@ -88,9 +96,9 @@ def compare(
 ) -> Figures:
     """One load, measured; and what is said of it for the cores that the server had, others using the rest."""
     url = get_url(server)
-    run([kind], Options(url, connections=connections, requests=WARM_UP))
+    run_closed(kind, url, connections, requests=WARM_UP)
     meter, rows = CpuMeter(server.cpu_s), read_batch_rows(server.port)
-    total = run([kind], Options(url, connections=connections, duration=seconds)).total
+    total = run_closed(kind, url, connections, seconds=seconds)
     shares = meter.get_shares()
     measured_rows = get_rows_per_forward(rows, read_batch_rows(server.port))["rows_mean"]
     available = cores * max(1 - shares["steal"] - shares["others"], 0.05)
@@ -105,10 +113,10 @@ def compare(
     }
 
 
-def describe(measured: float, latency: Any, rows: float, formula: float, simulated: Simulated) -> Figures:
+def describe(measured: float, latency: dict[str, float], rows: float, formula: float, simulated: Simulated) -> Figures:
     """Measured beside said, and their ratios."""
     return {
-        "measured": {"per_second": measured, "p50_ms": latency.p50, "p99_ms": latency.p99, "rows": rows},
+        "measured": {"per_second": measured, "p50_ms": latency["p50"], "p99_ms": latency["p99"], "rows": rows},
         "formula": {"per_second": formula, "ratio": formula / measured},
         "simulated": {
             "per_second": simulated.per_second,
@@ -126,9 +134,9 @@ def describe_costs(costs: ImageCosts) -> dict[str, float]:
     return {name.removesuffix("_s"): round(1000 * getattr(costs, name), 3) for name in names}
 
 
-def run_all(kinds: Sequence[RequestKind], options: Options) -> int:
+def run_all(kind: RequestKind, url: str, connections: int, seconds: float) -> int:
     """How many requests were answered; SystemExit where one was not."""
-    total = run(kinds, options).total
+    total = run_closed(kind, url, connections, seconds=seconds)
     if total.failed or not total.requests:
         raise SystemExit(f"not all was answered: {total}")
     return total.requests

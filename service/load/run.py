@@ -1,177 +1,123 @@
-"""Sends requests, in closed or open loop, by a schedule that the same options give again."""
+"""Sends requests at a rate, whatever becomes of those before, and counts what comes of each."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from itertools import cycle
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 import httpx
+import numpy as np
 
-from layertap.service.load.figures import NOT_SENT, Figures, Sample, summarize
-from layertap.service.load.options import Options
 from layertap.service.load.scenario import RequestKind
+from layertap_client.transport import make_options
 
-Schedule = Iterator[tuple[float, RequestKind]]
-PAUSE_S = 0.1  # of a connection in closed loop after an error, so that a server that is gone isn't hammered
-KEEP_S = 2.0  # less than servers keep an idle connection (uvicorn 5 s), so that none is used while it is closed
-WATCH_S = 2.0  # between two looks at the figures
+REFUSALS = frozenset({429, 503})
+# Less than servers keep an idle connection (uvicorn 5 s), so that none is used while it is closed.
+LIMITS = httpx.Limits(max_connections=1000, keepalive_expiry=2.0)
+PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
-class LoadRun:
-    """A load test, and what has become of each request so far.
+class Sample(NamedTuple):
+    """A request, and what came of it: a status, or the name of an error.
 
-    Each connection is a pool of its own: httpx's looks at every connection for every request, and with hundreds of them
-    the client would be slower than the server that it measures. The one used last is used again first.
+    ``seconds`` count from the moment it was due to the answer's end, ``late`` to the moment it was sent.
     """
 
-    def __init__(self, kinds: Sequence[RequestKind], options: Options) -> None:
+    kind: RequestKind
+    outcome: int | str
+    failed: bool
+    seconds: float
+    late: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one kind of request, or of all.
+
+    ``failed``: no answer, or one that is neither expected nor allowed. ``goodput``: expected answers a second.
+    ``latency_ms``: percentiles of all answers but refusals (429, 503), by name.
+    """
+
+    requests: int
+    failed: int
+    outcomes: dict[int | str, int]
+    goodput: float
+    latency_ms: dict[str, float]
+
+
+class Sender:
+    """Sends requests of some kinds to a server, and keeps the ``samples``.
+
+    Answers with a status in ``allow`` are no failures. InputError: no such address or key.
+    """
+
+    def __init__(
+        self, kinds: Sequence[RequestKind], url: str, timeout: float = 60.0, allow: Collection[int] = ()
+    ) -> None:
         self.kinds = kinds
-        self.options = options
         self.samples: list[Sample] = []
-        self.elapsed_s = 0.0
-        self.client_cpu = 0.0  # CPU-seconds a second of this process: near 1, it was the limit
-        self.interrupted = False
-        self._begun = self._cpu_begun = 0.0
-        self._requests = {kind.name: cycle(_make_requests(kind, options)) for kind in kinds}
-        self._tls = httpx.create_ssl_context()
-        self._free: list[httpx.AsyncHTTPTransport] = []
+        self._allow = allow
+        self.client = httpx.AsyncClient(**make_options(url, None, {}), timeout=timeout, limits=LIMITS, trust_env=False)
 
-    @property
-    def total(self) -> Figures:
-        """The figures of all requests."""
-        return summarize(self.samples, self.elapsed_s)
+    async def send_at(self, rate: float, duration: float) -> None:
+        """Send so many requests a second for some seconds, and end when all are answered."""
+        begun = time.perf_counter()
+        async with self.client, asyncio.TaskGroup() as group:
+            for moment, kind in make_schedule(self.kinds, rate, duration):
+                await asyncio.sleep(max(0.0, begun + moment - time.perf_counter()))
+                group.create_task(self.send(kind, begun + moment))
 
-    @property
-    def by_kind(self) -> dict[str, Figures]:
-        """The figures of each kind of request, by its name."""
-        samples = {kind.name: [each for each in self.samples if each.kind is kind] for kind in self.kinds}
-        return {name: summarize(some, self.elapsed_s) for name, some in samples.items()}
-
-    async def send_all(self, watch: Callable[[LoadRun], object]) -> None:
-        """Warm up, then send what the options say; ``watch`` is called every now and then and at the end."""
-        warm_up = replace(self.options, requests=self.options.warmup, duration=None, seed=self.options.seed + 1)
+    async def send(self, kind: RequestKind, due: float) -> None:
+        """Send the next request of a kind, due at a moment of ``perf_counter``, and read all of the answer."""
+        sent, (content, media_type) = time.perf_counter(), kind.next_body()
+        headers = {"Content-Type": media_type, **kind.headers}
+        outcome: int | str
         try:
-            try:
-                await self._send(warm_up)
-            finally:
-                self.samples.clear()
-            async with asyncio.TaskGroup() as group:
-                watching = group.create_task(self._watch(watch))
-                await self._send(self.options)
-                watching.cancel()
-        finally:
-            self._take_time()
-            watch(self)
-            for connection in self._free:
-                await connection.aclose()
-
-    async def _watch(self, watch: Callable[[LoadRun], object]) -> None:
-        while True:
-            await asyncio.sleep(WATCH_S)
-            self._take_time()
-            watch(self)
-
-    def _take_time(self) -> None:
-        self.elapsed_s = time.perf_counter() - self._begun
-        self.client_cpu = (time.process_time() - self._cpu_begun) / self.elapsed_s
-
-    async def _send(self, options: Options) -> None:
-        """Send what these options say, and end when all is answered."""
-        self._begun, self._cpu_begun = time.perf_counter(), time.process_time()
-        schedule = make_schedule(self.kinds, options)
-        async with asyncio.TaskGroup() as group:
-            if options.rate is not None:
-                await self._send_open(schedule, options.max_in_flight, group)
-                return
-            until = self._begun + (options.duration or math.inf)
-            for _ in range(options.connections):
-                group.create_task(self._use_connection(schedule, until))
-
-    async def _send_open(self, schedule: Schedule, max_in_flight: int, group: asyncio.TaskGroup) -> None:
-        """Send requests at their moments, whatever became of those before; their time counts from these moments."""
-        in_flight: set[asyncio.Task[Sample]] = set()
-        for moment, kind in schedule:
-            due = self._begun + moment
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            if len(in_flight) >= max_in_flight:
-                self.samples.append(Sample(kind, moment, failed=True, error=NOT_SENT))
-                continue
-            task = group.create_task(self._send_request(kind, due))
-            in_flight.add(task)
-            task.add_done_callback(in_flight.discard)
-
-    async def _use_connection(self, schedule: Schedule, until: float) -> None:
-        """Closed loop: send the next request once the last one is answered."""
-        while (now := time.perf_counter()) < until and (entry := next(schedule, None)) is not None:
-            sample = await self._send_request(entry[1], now)
-            if sample.error is not None:
-                await asyncio.sleep(PAUSE_S)
-
-    async def _send_request(self, kind: RequestKind, due: float) -> Sample:
-        """Send the next request of a kind, read all of the answer, and keep what became of it."""
-        sent, status, error = time.perf_counter(), None, None
-        connection = self._free.pop() if self._free else self._connect()
-        try:
-            response = await connection.handle_async_request(next(self._requests[kind.name]))
-            async for _ in response.aiter_raw():
-                pass
-            status = response.status_code
-        except httpx.TransportError as failure:
-            error = type(failure).__name__
-        finally:
-            ended = time.perf_counter()
-            if status is not None:
-                self._free.append(connection)
-            else:  # httpcore may hold it as busy for ever
-                await connection.aclose()
-        failed = status != kind.expect and status not in self.options.allow
-        sample = Sample(kind, due - self._begun, failed, status, error, ended - due, sent - due)
-        self.samples.append(sample)
-        return sample
-
-    def _connect(self) -> httpx.AsyncHTTPTransport:
-        limits = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=KEEP_S)
-        return httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False, limits=limits)
+            outcome = (await self.client.post(kind.path, content=content, headers=headers)).status_code
+        except httpx.TransportError as error:
+            outcome = type(error).__name__
+        failed = outcome != kind.expect and outcome not in self._allow
+        self.samples.append(Sample(kind, outcome, failed, time.perf_counter() - due, sent - due))
 
 
-def run(
-    kinds: Sequence[RequestKind], options: Options, watch: Callable[[LoadRun], object] = lambda record: None
-) -> LoadRun:
-    """A load test; interrupted by Ctrl+C, it has what was done."""
-    test = LoadRun(kinds, options)
-    try:
-        asyncio.run(test.send_all(watch))
-    except KeyboardInterrupt:
-        test.interrupted = True
-    return test
+def make_schedule(kinds: Sequence[RequestKind], rate: float, duration: float) -> Iterator[tuple[float, RequestKind]]:
+    """Moments in seconds after the start, at exponential gaps, and what is sent then: the same each time."""
+    random, weights, moment = Random(0), [each.weight for each in kinds], 0.0  # noqa: S311 - no secrets
+    while (moment := moment + random.expovariate(rate)) < duration:
+        yield moment, random.choices(kinds, weights)[0]
 
 
-def make_schedule(kinds: Sequence[RequestKind], options: Options) -> Schedule:
-    """Moments, in seconds after the start, and what is sent then.
-
-    In open loop gaps are exponential. In closed loop every moment is 0: a request is due once a connection is free.
-    """
-    draws, gaps = Random(f"{options.seed} kinds"), Random(f"{options.seed}")  # noqa: S311 - no secrets
-    weights = [each.weight for each in kinds]
-    moment = 0.0
-    for _ in range(options.requests):
-        if options.rate is not None:
-            moment += gaps.expovariate(options.rate)
-        if options.duration is not None and moment >= options.duration:
-            return
-        yield moment, draws.choices(kinds, weights)[0]
+def summarize(samples: Sequence[Sample], elapsed_s: float) -> Figures:
+    """The figures of some samples."""
+    answers = [each for each in samples if isinstance(each.outcome, int) and each.outcome not in REFUSALS]
+    return Figures(
+        requests=len(samples),
+        failed=sum(each.failed for each in samples),
+        outcomes=dict(Counter(each.outcome for each in samples)),
+        goodput=sum(each.outcome == each.kind.expect for each in samples) / elapsed_s,
+        latency_ms=list_percentiles(each.seconds for each in answers),
+    )
 
 
-def _make_requests(kind: RequestKind, options: Options) -> list[httpx.Request]:
-    url = f"{options.url.rstrip('/')}{kind.path}"
-    headers = {"Accept-Encoding": "identity", **options.headers, **kind.headers}
-    timeout = {"timeout": httpx.Timeout(options.timeout).as_dict()}
-    return [
-        httpx.Request("POST", url, content=content, headers={"Content-Type": media_type, **headers}, extensions=timeout)
-        for content, media_type in kind.bodies
-    ]
+def list_percentiles(seconds: Iterable[float]) -> dict[str, float]:
+    """Percentiles in milliseconds, each a value that occurred; none of nothing."""
+    if not (values := [each * 1000 for each in seconds]):
+        return {}
+    found = np.percentile(values, list(PERCENTILES.values()), method="inverted_cdf").round(3)
+    return dict(zip(PERCENTILES, found.tolist(), strict=True))
+
+
+def find_breaches(total: Figures, max_error_rate: float, max_p99_ms: float | None) -> list[str]:
+    """A line for each part of the error budget that is broken."""
+    breaches = []
+    rate, p99 = total.failed / max(total.requests, 1), total.latency_ms.get("p99", np.inf)
+    if rate > max_error_rate or not total.requests:
+        breaches.append(f"{total.failed} of {total.requests} requests failed; --max-error-rate is {max_error_rate:g}")
+    if max_p99_ms is not None and p99 > max_p99_ms:
+        breaches.append(f"p99 is {p99:.1f} ms; --max-p99 is {max_p99_ms:g} ms")
+    return breaches

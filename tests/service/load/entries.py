@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from layertap.service.load.options import Options
+import numpy as np
+
 from layertap.service.load.scenario import RequestKind, make_scenario
-from tests.service.support import Json
+from tests.service.support import Json, tensor
 
 ROOT = Path(__file__).parents[3]
 NOWHERE = "http://127.0.0.1:1"
-OPTIONS = Options(NOWHERE, requests=100)
 DIGIT = ROOT / "examples" / "digit.png"
 PICTURE: Json = {"picture": str(DIGIT)}
 VECTOR: Json = {"name": "vector", "weight": 3, "path": "/extract?layers=pool&pool=flatten", **PICTURE}
@@ -21,12 +21,11 @@ BLOCKS: Json = {
     "inputs": 3,
     **PICTURE,
 }
-ROWS: Json = {"name": "rows", "path": "/extract?layers=pool", "random": [3, 32, 32], "inputs": 4}
 NO_PICTURE: Json = {"layers": ["pool"], "inputs": [{"image": "AAAA"}]}
 BAD: Json = {"name": "bad", "weight": 2, "path": "/extract", "json": NO_PICTURE, "expect": 422}
 UNKNOWN: Json = {"name": "unknown", "path": "/extract?layers=nowhere", **PICTURE}
-GATED: Json = {"name": "gated", "path": "/extract?model=gated&layers=linear", "random": [4]}
-LOOPS: dict[str, Json] = {"closed": {"connections": 4}, "open": {"rate": 200.0}}
+ROWS: Json = {"layers": ["linear"], "inputs": [tensor(np.zeros((20, 4), np.float32))]}
+GATED: Json = {"name": "gated", "path": "/extract?model=gated", "json": ROWS}
 
 
 def of(*entries: Json) -> list[RequestKind]:
