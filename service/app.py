@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -22,10 +21,11 @@ from layertap.service.engine.models.model_manager import ModelManager
 from layertap.service.engine.models.model_updates import ModelUpdates
 from layertap.service.explain.prober import Prober
 from layertap.service.fetch.fetcher import Fetcher
-from layertap.service.http import openapi, problems
+from layertap.service.http import openapi
+from layertap.service.http.application import Application
 from layertap.service.http.exchange import RequestContextMiddleware
 from layertap.service.http.routes import extract, health, models, pages, sweep
-from layertap.service.http.tracing import RequestTracer
+from layertap.service.http.tracing import RequestTracer, TraceMiddleware
 from layertap.service.metrics import Metrics
 from layertap.service.oip import encoding as oip_encoding
 from layertap.service.oip import routes as oip_routes
@@ -34,10 +34,7 @@ from layertap.service.openai import routes as openai_routes
 from layertap.service.settings import Settings, read_settings
 from layertap.service.version import get_version
 
-ROUTERS = (
-    *(extract.router, sweep.router, models.router, health.router),
-    *(openai_routes.router, oip_routes.router),
-)
+ROUTERS = (extract.router, sweep.router, models.router, health.router)
 EXPOSED = (  # headers of a reply that pages of other origins may read
     *("X-Layertap-Fingerprint", "X-Layertap-Warnings", "X-Layertap-Skipped", "X-Layertap-Verified"),
     *("X-Layertap-Top-Classes", "X-Request-ID", "Retry-After", "Server-Timing"),
@@ -77,12 +74,11 @@ def create_app(
         if tracer is not None:
             await tracer.close()
 
-    app = FastAPI(
+    app = Application(
         title="layertap",
         summary="Any layer of any PyTorch model, over HTTP.",
         version=get_version(),
         servers=[{"url": settings.root_path}] if settings.root_path else None,
-        exception_handlers=problems.EXCEPTION_HANDLERS,
         lifespan=lifespan,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,  # operation names in generated clients
@@ -95,30 +91,32 @@ def create_app(
     app.state.engine = engine
     app.state.prober = Prober(engine)
     app.state.updates = ModelUpdates(engine.manager, configuration, settings.config, engine.run_in_thread)
+    app.router.routes += [*extract.routes, *openai_routes.routes, *oip_routes.routes]
     for router in ROUTERS:
         app.include_router(router)
-    openapi.install(app)
+    openapi.install(app, extract.described.routes)
     pages.install(app, settings.root_path)
-    # Outside FastAPI's own middleware, which an extraction does not need.
-    stack: Any = RequestContextMiddleware(
-        app,
+    app.add_middleware(
+        RequestContextMiddleware,
+        application=app,
         engine=engine,
-        routes=[route for router in ROUTERS for route in router.routes],
+        routes=[*app.routes, *(route for router in ROUTERS for route in router.routes)],
         encoders=PROBLEM_ENCODERS,
         pages=pages.PATHS,
-        tracer=tracer,
     )
+    if tracer is not None:
+        app.add_middleware(TraceMiddleware, tracer=tracer)
     if settings.cors_origins:
-        stack = CORSMiddleware(
-            stack,
+        app.add_middleware(
+            CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=EXPOSED,
         )
     if settings.trusted_proxies:
-        stack = ProxyHeadersMiddleware(stack, trusted_hosts=list(settings.trusted_proxies))
-    app.middleware_stack = stack
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
+    app.middleware_stack = app.build_middleware_stack()
     return app
 
 

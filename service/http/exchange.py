@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.routing import APIRoute
-from starlette.routing import BaseRoute, Match
-from starlette.types import Message, Receive, Scope, Send
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from layertap.models.errors import LayertapError
 from layertap.service import logs
@@ -31,13 +31,12 @@ from layertap.service.http.auth import Keyring
 from layertap.service.http.body import too_large_error
 from layertap.service.http.problems import OF_FASTAPI, ProblemEncoder, describe_error, encode_problem
 from layertap.service.http.timeout import TimeLimit, explain_delay
-from layertap.service.http.tracing import RequestTrace, RequestTracer
+from layertap.service.http.tracing import RequestTrace
 from layertap.service.metrics import OTHER
 from layertap.service.timings import RequestFacts, Timings
 
 log = logging.getLogger("layertap.access")
-# POST there, called without what FastAPI does on the way, which takes a twentieth of the CPU time of a request here.
-DIRECT = ("/extract", "/v1/embeddings")
+METHOD_NOT_ALLOWED = 405
 LARGE = 2**16  # bytes that uvicorn gives away without waiting for the peer
 MIN_BYTES_PER_S = 10_000  # minimum upload rate: slower clients would hold a slot and memory
 ID_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
@@ -76,7 +75,7 @@ class Exchange:
         self.keeps_watching = False
         self.ticket: Ticket | None = None
         self.limit: TimeLimit | None = None
-        self.trace: RequestTrace | None = None
+        self.trace: RequestTrace | None = scope["state"].get("trace")
         self.encode_problem: ProblemEncoder = encode_problem
         self.scope = scope
         self._receive = receive
@@ -225,46 +224,43 @@ ExchangeDependency = Annotated[Exchange, Depends(get_exchange)]
 class RequestContextMiddleware:
     """Gives each request its ``exchange`` in the scope's ``state``: its account, for its road to fill.
 
-    ``routes`` are the app's: refused requests count for them, and the endpoints of ``DIRECT`` are called by themselves.
+    ``routes`` are all of the ``application``: refused requests count for them, and they know what a path allows.
     ``encoders`` has how problems are told below the first parts of paths that have a way of their own; ``pages`` are
-    paths that a browser may get without a key. With a ``tracer`` each request is a trace, or a part of its caller's.
+    paths that a browser may get without a key.
     """
 
     def __init__(
         self,
-        app: FastAPI,
+        app: ASGIApp,
+        application: FastAPI,
         engine: Engine,
         routes: Sequence[BaseRoute],
         encoders: Mapping[str, ProblemEncoder],
         pages: frozenset[str],
-        tracer: RequestTracer | None,
     ) -> None:
         self.app = app
-        self.stack = app.build_middleware_stack()
+        self.application = application
         self.engine = engine
         self.routes = routes
         self.encoders = encoders
         self.keyring = Keyring(engine.settings, pages)
-        self.tracer = tracer
-        self.direct = {each.path: each for each in routes if isinstance(each, APIRoute) and each.path in DIRECT}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that is not let in; pass on every other.
 
         Expected errors become replies; others are bugs in the app or a model: they are logged too.
         """
-        scope["app"] = self.app  # as FastAPI does, which a server need not call
-        if scope["type"] != "http":
-            await self.stack(scope, receive, send)
+        scope["app"] = self.application  # as FastAPI does, which a server need not call
+        if scope["type"] != "http":  # its beginning and end
+            await self.application.router(scope, receive, send)
             return
         if self.engine.settings.root_path:
             scope = _strip_root_path(self.engine.settings.root_path, scope)
-        exchange = Exchange(scope, receive, send, self.engine)
-        exchange.encode_problem = self.encoders.get(scope["path"][1:].partition("/")[0], encode_problem)
         # A server gives each request a dictionary of its own here, and may tell of the connection in it.
-        scope.setdefault("state", {})["exchange"] = exchange
-        if self.tracer is not None:
-            exchange.trace = self.tracer.begin(exchange.head)
+        state = scope.setdefault("state", {})
+        exchange = state["exchange"] = Exchange(scope, receive, send, self.engine)
+        exchange.encode_problem = self.encoders.get(scope["path"][1:].partition("/")[0], encode_problem)
+        if exchange.trace is not None:
             exchange.facts.trace_id = exchange.trace.trace_id
         # Where it was HEAD, uvicorn, which has the scope as it was, leaves the reply's body out.
         app_scope = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
@@ -272,15 +268,12 @@ class RequestContextMiddleware:
             exchange.admin = exchange.page in self.keyring.own_pages
             if not exchange.admin:
                 self.keyring.authorize(exchange)
-            if scope["path"] in self.direct and scope["method"] == "POST":
-                route = scope["route"] = self.direct[scope["path"]]
-                response = await route.endpoint(exchange)
-                await response(scope, receive, exchange.send)
-            else:
-                await self.stack(app_scope, receive, exchange.send)
+            await self.app(app_scope, receive, exchange.send)
         except (LayertapError, *OF_FASTAPI) as error:
             if "route" not in app_scope and isinstance(error, KeyMissingError | ForbiddenError):
-                app_scope["route"] = _find_route(self.routes, app_scope)
+                app_scope["route"] = next(iter(_find_routes(self.routes, app_scope)), None)
+            elif isinstance(error, HTTPException) and error.status_code == METHOD_NOT_ALLOWED:
+                error.headers = {"Allow": _list_methods(_find_routes(self.routes, app_scope))}
             await exchange.send_error(error)
         except asyncio.CancelledError:
             await exchange.send_error(exchange.explain_cancel())
@@ -294,7 +287,7 @@ class RequestContextMiddleware:
             self.engine.metrics.observe_request(template, exchange.timings)
             logs.log_request(exchange.timings, self.engine.settings.slow_request_s)
             if exchange.trace is not None:
-                exchange.trace.end(exchange.timings, template)
+                exchange.trace.describe(exchange.timings, template)
 
 
 def _strip_root_path(root_path: str, scope: Scope) -> Scope:
@@ -306,8 +299,13 @@ def _strip_root_path(root_path: str, scope: Scope) -> Scope:
     return {**scope, "path": tail or "/"} if len(tail) < len(scope["path"]) and tail[:1] in ("", "/") else scope
 
 
-def _find_route(routes: Sequence[BaseRoute], scope: Scope) -> BaseRoute | None:
-    """The route of a request that the application does not get to see; one that takes its method comes first."""
-    matches = [(route, route.matches(scope)[0]) for route in routes]
-    found = (route for wanted in (Match.FULL, Match.PARTIAL) for route, match in matches if match == wanted)
-    return next(found, None)
+def _find_routes(routes: Sequence[BaseRoute], scope: Scope) -> list[Route]:
+    """The routes of a request's path; those that take its method come first."""
+    matches = [(route, route.matches(scope)[0]) for route in routes if isinstance(route, Route)]
+    return [route for wanted in (Match.FULL, Match.PARTIAL) for route, match in matches if match == wanted]
+
+
+def _list_methods(routes: Sequence[Route]) -> str:
+    """What the header ``Allow`` says of them; whoever takes GET is asked by HEAD too."""
+    methods = {method for route in routes for method in route.methods or ()}
+    return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse
+from starlette.routing import BaseRoute
 
 from layertap.models.selection.hook_points import Method
 from layertap.service.formats.table import FORMATS
@@ -121,12 +123,21 @@ def describe_inputs(body: type[RequestBody], examples: Mapping[str, Any], **para
     }
 
 
-def install(app: FastAPI) -> None:
-    """Complete the app's document, and serve it."""
-    generate = app.openapi
+def install(app: FastAPI, described: Sequence[BaseRoute]) -> None:
+    """Serve the document of the app's routes and of the ``described`` ones, which stand for plain routes."""
 
     def document() -> Json:
-        return app.openapi_schema or _complete(generate())
+        if app.openapi_schema is None:
+            generated = get_openapi(
+                title=app.title,
+                version=app.version,
+                summary=app.summary,
+                servers=app.servers,
+                routes=[*described, *app.routes],
+                separate_input_output_schemas=app.separate_input_output_schemas,
+            )
+            app.openapi_schema = _complete(generated)
+        return app.openapi_schema
 
     def show_document(request: Request) -> Response:  # no coroutine: the first takes a while, and a thread does it
         return JSONResponse(app.openapi())

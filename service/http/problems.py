@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 import orjson
-from fastapi import Request, Response
+from fastapi import Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
@@ -133,13 +133,7 @@ def _count_left_out(faults: tuple[Fault, ...], shown: list[dict[str, Any]]) -> d
     return {"more_errors": len(faults) - len(shown)} if len(shown) < len(faults) else {}
 
 
-async def _raise_again(request: Request, error: Exception) -> Response:
-    raise error
-
-
-# Every error gets through to ``RequestContextMiddleware``, what FastAPI itself raises too.
 OF_FASTAPI = (RequestValidationError, HTTPException)
-EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys((*OF_FASTAPI, Exception), _raise_again)
 OF_ROUTING = {
     404: ("there is no such route", "GET /docs lists the routes"),
     405: ("this route does not take that method", "the header Allow says which methods it takes"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -71,17 +72,25 @@ async def get_engine(request: Request) -> Engine:
 EngineDependency = Annotated[Engine, Depends(get_engine)]
 
 
-async def limit_time(request: Request, engine: EngineDependency) -> AsyncIterator[float]:
-    """Until when the endpoint may take, on the monotonic clock; RequestError.
+@contextmanager
+def limit_time(head: Mapping[bytes, bytes], engine: Engine, model: str | None) -> Iterator[float]:
+    """Until when the answer to a request with that head may take, on the monotonic clock; RequestError.
 
-    A DeadlineError that it raises says whose limit that was.
+    A DeadlineError from the block says whose limit that was.
     """
-    own = read_limit(request.scope["state"]["exchange"].head, engine.settings)
+    own = read_limit(head, engine.settings)
     try:
         yield time.monotonic() + (own.seconds if own is not None else engine.settings.deadline_s)
     except DeadlineError as error:
-        explain_delay(error, own, engine, request.path_params.get("name"), otherwise="come again later")
+        explain_delay(error, own, engine, model, otherwise="come again later")
         raise
 
 
-DeadlineDependency = Annotated[float, Depends(limit_time)]
+async def get_deadline(request: Request, engine: EngineDependency) -> AsyncIterator[float]:
+    """As ``limit_time``, of the endpoint."""
+    head = request.scope["state"]["exchange"].head
+    with limit_time(head, engine, request.path_params.get("name")) as deadline:
+        yield deadline
+
+
+DeadlineDependency = Annotated[float, Depends(get_deadline)]

@@ -1,36 +1,36 @@
-"""Traces for OpenTelemetry: of each request a span, and one for each part of a step. Its packages are an extra.
+"""Traces for OpenTelemetry: of each request a span, with an event for each part of a step. Its packages are an extra.
 
-The spans of steps are made once the request has ended, of the times that its road noted, in worker processes too: on
-the road nothing of OpenTelemetry runs.
+The events are added once the request has ended, of the times that its road noted, in worker processes too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Iterator, Mapping
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from layertap.models.errors import LayertapError, escape
-from layertap.service.logs import MAX_METHOD, MAX_NAME, MAX_PATH
-from layertap.service.timings import RequestFacts, Timings
+from layertap.service.logs import MAX_PATH, make_fields
+from layertap.service.timings import Timings
 from layertap.service.version import get_version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span, Tracer
 
 HINT = 'pip install "layertap[otel]", or leave LAYERTAP_OTLP_ENDPOINT out'
-SERVER_ERROR = 500
+CONTEXT = (b"traceparent", b"tracestate")
 CLOSE_S = 3.0
-Attributes = dict[str, str | int]
 
 
 def check_installed() -> None:
     """LayertapError where the extra is missing."""
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.instrumentation.asgi
         import opentelemetry.sdk.trace  # noqa: F401
     except ImportError:
         raise LayertapError("traces need OpenTelemetry, which is not installed", hint=HINT) from None
@@ -49,76 +49,76 @@ class RequestTracer:
         from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         variables = OTELResourceDetector().detect().attributes  # what is given to ``create`` comes before them
         resource = Resource.create({SERVICE_NAME: "layertap", SERVICE_VERSION: get_version(), **variables})
         exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces")
-        self._provider: TracerProvider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("layertap", get_version())
-        self._propagator = TraceContextTextMapPropagator()
-
-    def begin(self, head: Mapping[bytes, bytes]) -> RequestTrace:
-        """The span of a request whose head has come, in its caller's trace where ``traceparent`` names one."""
-        from opentelemetry.trace import SpanKind
-
-        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.items()}
-        parent = self._propagator.extract(carrier)
-        return RequestTrace(self._tracer, self._tracer.start_span("request", parent, SpanKind.SERVER))
+        self.provider: TracerProvider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self.provider.add_span_processor(BatchSpanProcessor(exporter))
 
     async def close(self) -> None:
         """Send what waits, and end; a collector that does not answer is not waited for long."""
-        thread = Thread(target=self._provider.shutdown, name="traces", daemon=True)
+        thread = Thread(target=self.provider.shutdown, name="traces", daemon=True)
         thread.start()
         await asyncio.to_thread(thread.join, CLOSE_S)
 
 
-class RequestTrace:
-    """The span of one request, whose identifiers its reply and its line in the log have."""
+class TraceMiddleware:
+    """Has OpenTelemetry's middleware make a span of each request, in its caller's trace where there is one.
 
-    def __init__(self, tracer: Tracer, span: Span) -> None:
-        context = span.get_span_context()
+    That middleware is shown neither the query nor other headers, which it would record, and which break it where they
+    are no text; nor the end of the reply, at which it would end the span before all is known of the request.
+    """
+
+    def __init__(self, app: ASGIApp, tracer: RequestTracer) -> None:
+        os.environ.setdefault("OTEL_SEMCONV_STABILITY_OPT_IN", "http")  # attributes by their lasting names
+        from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+
+        self._app = app
+        # Without the spans that it would make of each piece.
+        self._traced = OpenTelemetryMiddleware(
+            self._pass_on, tracer_provider=tracer.provider, exclude_spans=["receive", "send"]
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a request, with its ``trace`` in the scope's ``state``."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = [field for field in scope["headers"] if field[0] in CONTEXT]
+        shown = {"type": "http", "method": scope["method"], "path": escape(scope["path"], MAX_PATH)[1:-1]}
+        await self._traced({**shown, "headers": headers, "whole": (scope, send)}, receive, send)
+
+    async def _pass_on(self, shown: Scope, receive: Receive, send_head: Send) -> None:
+        scope, send = shown["whole"]
+        scope.setdefault("state", {})["trace"] = RequestTrace()
+
+        async def send_piece(message: Message) -> None:
+            await (send_head if message["type"] == "http.response.start" else send)(message)
+
+        await self._app(scope, receive, send_piece)
+
+
+class RequestTrace:
+    """The current span, of a request, whose identifiers its reply and its line in the log have."""
+
+    def __init__(self) -> None:
+        from opentelemetry.trace import get_current_span
+
+        self._span = get_current_span()
+        context = self._span.get_span_context()
         self.trace_id = f"{context.trace_id:032x}"
         self.traceparent = f"00-{self.trace_id}-{context.span_id:016x}-{int(context.trace_flags):02x}"
-        self._tracer = tracer
-        self._span = span
 
-    def end(self, timings: Timings, route: str) -> None:
-        """The request has ended: name its span, and add those of its steps."""
-        from opentelemetry.trace import StatusCode, set_span_in_context
-
-        span, facts, now, counter = self._span, timings.facts, time.time_ns(), time.perf_counter()
-        if span.is_recording():
-            span.update_name(f"{escape(facts.method, MAX_METHOD)[1:-1]} {route}")
-            span.set_attributes(dict(_list_attributes(facts, route)))
-            if facts.status >= SERVER_ERROR or not facts.status:
-                span.set_status(StatusCode.ERROR)
-            context = set_span_in_context(span)
-            for step, started, ended, rows in timings.spans:
-                started_ns, ended_ns = (now + round((moment - counter) * 1e9) for moment in (started, ended))
-                attributes: Attributes = {"layertap.batch_rows": rows} if rows else {}
-                part = self._tracer.start_span(step, context, attributes=attributes, start_time=started_ns)
-                part.end(ended_ns)
-        span.end(now)
-
-
-def _list_attributes(facts: RequestFacts, route: str) -> Iterator[tuple[str, str | int]]:
-    """By OpenTelemetry's conventions for HTTP where it has some; what is not known of a request is left out."""
-    attributes: Attributes = {
-        "http.request.method": escape(facts.method, MAX_METHOD)[1:-1],
-        "http.route": route,
-        "http.response.status_code": facts.status,
-        "url.path": escape(facts.path, MAX_PATH)[1:-1],
-        "http.request.body.size": facts.request_bytes,
-        "http.response.body.size": facts.reply_bytes,
-        "layertap.request_id": facts.request_id,
-        "layertap.key": facts.key,
-        "layertap.model": escape(facts.model, MAX_NAME)[1:-1],
-        "layertap.layers": facts.layers,
-        "layertap.selectors": facts.selectors,
-        "layertap.rows": facts.rows,
-        "layertap.batch_rows": facts.batch_rows,
-        "error.type": str(facts.status) if facts.status >= SERVER_ERROR else "",
-    }
-    return ((name, value) for name, value in attributes.items() if value)
+    def describe(self, timings: Timings, route: str) -> None:
+        """The request has ended: its span gets what its line in the log has, and an event for each part of a step."""
+        span, now, counter = self._span, time.time_ns(), time.perf_counter()
+        if not span.is_recording():
+            return
+        fields: dict[str, Any] = make_fields(timings)
+        span.update_name(f"{fields['method']} {route}")
+        span.set_attribute("http.route", route)
+        span.set_attributes({f"layertap.{name}": value for name, value in fields.items()})
+        for step, started, ended, rows in timings.spans:
+            attributes = {"layertap.ms": round((ended - started) * 1000, 3), "layertap.batch_rows": rows}
+            span.add_event(step, attributes, now + round((started - counter) * 1e9))

@@ -1,14 +1,14 @@
-"""The routes below ``/v2``: inferences, metadata, health.
+"""The plain routes below ``/v2``: inferences, metadata, health.
 
-They are left out of the OpenAPI document, because the protocol has its own, from which clients are generated.
+The OpenAPI document leaves them out, because the protocol has its own, from which clients are generated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from fastapi import APIRouter, Depends, Request, Response
+from starlette.responses import JSONResponse, Response
 
 from layertap.models.errors import LayertapError, UnknownModelError, escape
 from layertap.models.model_info import ModelInfo
@@ -18,12 +18,13 @@ from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.errors import UnavailableError
-from layertap.service.http.exchange import ExchangeDependency
+from layertap.service.http.application import ExchangeRoute
+from layertap.service.http.exchange import Exchange
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.receiving import make_envelope_reader, receive
 from layertap.service.http.reply import BuffersResponse, describe_features, run_encoder
 from layertap.service.http.routes import health
-from layertap.service.http.timeout import DeadlineDependency, EngineDependency
+from layertap.service.http.timeout import limit_time
 from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION, encode_reply
 from layertap.service.oip.parsing import EMBEDDING, locate, parse_infer
 from layertap.service.oip.tensors import BYTES, DATATYPES, IMAGE, TEXT
@@ -33,20 +34,15 @@ read_envelope = make_envelope_reader(FORMATS)
 EXTENSIONS = ("binary_tensor_data", "parameters", "schedule_policy")
 
 
-async def check_version(request: Request) -> None:
-    """UnknownModelError if the path names a version that no model has."""
-    version = request.path_params.get("version", VERSION)
+def _check_version(version: str) -> None:
+    """UnknownModelError if no model has the version that a path names."""
     if version != VERSION:
         raise UnknownModelError(f"no model has version {escape(version)}", hint=f"each has version {VERSION} only")
 
 
-router = APIRouter(prefix="/v2", include_in_schema=False, dependencies=[Depends(check_version)])
-
-
-@router.post("/models/{name}/infer")
-@router.post("/models/{name}/versions/{version}/infer")
-async def infer(exchange: ExchangeDependency, name: str) -> Response:
+async def infer(exchange: Exchange, name: str, version: str = VERSION) -> Response:
     """Compute the requested layers for a request's inputs."""
+    _check_version(version)
     engine = exchange.engine
     parse = partial(parse_infer, model=name, headers=exchange.headers)
     (asked, sent, request_id), ticket = await receive(exchange, parse, read_envelope)
@@ -63,50 +59,64 @@ async def infer(exchange: ExchangeDependency, name: str) -> Response:
     return BuffersResponse(head + behind, headers, (BINARY if behind else JSON).media_type)
 
 
-@router.get("")
-async def show_server() -> Json:
+async def show_server(exchange: Exchange) -> Response:
     """The server's name, version and extensions."""
-    return {"name": "layertap", "version": get_version(), "extensions": EXTENSIONS}
+    return JSONResponse({"name": "layertap", "version": get_version(), "extensions": EXTENSIONS})
 
 
-@router.get("/health/live")
-async def show_live(engine: EngineDependency) -> Json:
+async def show_live(exchange: Exchange) -> Response:
     """As ``/livez``."""
-    await health.livez(engine)
-    return {"live": True}
+    await health.livez(exchange.engine)
+    return JSONResponse({"live": True})
 
 
-@router.get("/health/ready")
-async def show_ready(engine: EngineDependency) -> Json:
+async def show_ready(exchange: Exchange) -> Response:
     """As ``/readyz``."""
-    await health.readyz(engine)
-    return {"ready": True}
+    await health.readyz(exchange.engine)
+    return JSONResponse({"ready": True})
 
 
-@router.get("/models/{name}/ready")
-@router.get("/models/{name}/versions/{version}/ready")
-async def show_model_ready(engine: EngineDependency, name: str) -> Json:
+async def show_model_ready(exchange: Exchange, name: str, version: str = VERSION) -> Response:
     """Whether a model is loaded."""
+    _check_version(version)
+    engine = exchange.engine
     entry = engine.manager.registry.get_entry(name)
     if entry.state != "ready":
         handle = engine.manager.find_handle(name)
         seconds = handle.seconds_to_load if handle is not None else 0.0
         hint = entry.reason or "GET /models has its state"
         raise UnavailableError(f"model {name} is {entry.state}", hint=hint, retry_after=seconds)
-    return {"name": name, "ready": True}
+    return JSONResponse({"name": name, "ready": True})
 
 
-@router.get("/models/{name}")
-@router.get("/models/{name}/versions/{version}")
-async def show_model(engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Json:
+async def show_model(exchange: Exchange, name: str, version: str = VERSION) -> Response:
     """A model's inputs, and the outputs that requests may name without a layer; loads the model if necessary."""
-    handle = await engine.manager.get_handle(name, deadline)
-    embedding = Embedding(alias=EMBEDDING) if handle.model.model_embedding is not None else None
-    own_name = handle.model.spec.name
-    outputs = ExtractRequest(model=own_name, selectors=(parse_selector("."),), embedding=embedding)
-    with handle.hold():
-        planned = await engine.planner.plan(outputs, SentInputs(), handle, deadline)
-    return _describe_model(handle.model, planned.plan.results)
+    _check_version(version)
+    engine = exchange.engine
+    with limit_time(exchange.head, engine, name) as deadline:
+        handle = await engine.manager.get_handle(name, deadline)
+        embedding = Embedding(alias=EMBEDDING) if handle.model.model_embedding is not None else None
+        own_name = handle.model.spec.name
+        outputs = ExtractRequest(model=own_name, selectors=(parse_selector("."),), embedding=embedding)
+        with handle.hold():
+            planned = await engine.planner.plan(outputs, SentInputs(), handle, deadline)
+    return JSONResponse(_describe_model(handle.model, planned.plan.results))
+
+
+def _make_routes(method: str, path: str, endpoint: Callable[..., Awaitable[Response]]) -> list[ExchangeRoute]:
+    """The routes of a model, without and with a version."""
+    versioned = path.replace("{name}", "{name}/versions/{version}")
+    return [ExchangeRoute(each, endpoint, methods=[method]) for each in (path, versioned)]
+
+
+routes = [
+    *_make_routes("POST", "/v2/models/{name}/infer", infer),
+    ExchangeRoute("/v2", show_server, methods=["GET"]),
+    ExchangeRoute("/v2/health/live", show_live, methods=["GET"]),
+    ExchangeRoute("/v2/health/ready", show_ready, methods=["GET"]),
+    *_make_routes("GET", "/v2/models/{name}/ready", show_model_ready),
+    *_make_routes("GET", "/v2/models/{name}", show_model),
+]
 
 
 def _describe_model(model: ModelInfo, results: Sequence[Result]) -> Json:

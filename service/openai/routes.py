@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings`` and ``GET /v1/models``."""
+"""``POST /v1/embeddings`` and ``GET /v1/models``: plain routes, of which OpenAI's own document tells."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from fastapi import APIRouter, Response
+from starlette.responses import JSONResponse, Response
 
 from layertap.models.errors import Fault, RequestError, escape
 from layertap.service.engine.collect.results import find_wrong_row
@@ -17,11 +17,11 @@ from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.features import Features, join_features
 from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.table import FORMATS
-from layertap.service.http.exchange import ExchangeDependency
+from layertap.service.http.application import ExchangeRoute
+from layertap.service.http.exchange import Exchange
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.receiving import make_envelope_reader, receive
 from layertap.service.http.reply import BuffersResponse, describe_features, run_encoder
-from layertap.service.http.timeout import EngineDependency
 from layertap.service.openai.embeddings import (
     AskedEmbeddings,
     check_dimensions,
@@ -34,11 +34,9 @@ from layertap.service.openai.embeddings import (
 ASK = "POST /extract shows the numbers; ask for another layer, or leave this input out"
 MAX_NAMED = 8
 read_envelope = make_envelope_reader({"json": FORMATS["json"]})
-router = APIRouter(prefix="/v1", include_in_schema=False)  # OpenAI's own document describes these
 
 
-@router.post("/embeddings")
-async def create_embeddings(exchange: ExchangeDependency) -> Response:
+async def create_embeddings(exchange: Exchange) -> Response:
     """A vector of norm 1 for each input."""
     engine = exchange.engine
     (asked, sent), ticket = await receive(exchange, parse_embeddings, read_envelope)
@@ -59,16 +57,22 @@ async def create_embeddings(exchange: ExchangeDependency) -> Response:
     return BuffersResponse(data, describe_features(joined), "application/json")
 
 
-@router.get("/models")
-async def list_models(engine: EngineDependency) -> Json:
+async def list_models(exchange: Exchange) -> Response:
     """All models, by the ids to request embeddings with."""
-    return {"object": "list", "data": [await _describe(engine, entry.spec.name) for entry in engine.manager.registry]}
+    names = [entry.spec.name for entry in exchange.engine.manager.registry]
+    return JSONResponse({"object": "list", "data": [await _describe(exchange.engine, name) for name in names]})
 
 
-@router.get("/models/{model_id:path}")
-async def show_model(engine: EngineDependency, model_id: str) -> Json:
+async def show_model(exchange: Exchange, model_id: str) -> Response:
     """One model, or a layer of it: ``NAME:LAYER``."""
-    return await _describe(engine, model_id)
+    return JSONResponse(await _describe(exchange.engine, model_id))
+
+
+routes = [
+    ExchangeRoute("/v1/embeddings", create_embeddings, methods=["POST"]),
+    ExchangeRoute("/v1/models", list_models, methods=["GET"]),
+    ExchangeRoute("/v1/models/{model_id:path}", show_model, methods=["GET"]),
+]
 
 
 def _encode(parts: Sequence[Features], asked: AskedEmbeddings) -> tuple[Features, Buffers]:

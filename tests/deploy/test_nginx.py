@@ -157,7 +157,9 @@ def test_prefix(site: Site) -> None:
             for url in loaded:
                 assert url.path.startswith("/features/")
                 assert client.get(url).status_code == 200
-        assert client.get("/features/openapi.json").json()["servers"] == [{"url": "/features"}]
+        document = client.get("/features/openapi.json")
+        assert document.json()["servers"] == [{"url": "/features"}]
+        assert document.headers["content-encoding"] == "gzip"
         assert client.post("/features/extract", json=BODY).status_code == 200
         assert [client.get(path).status_code for path in ("/extract", "/features/metrics")] == [404, 404]
         assert client.get("/features/models", headers={"x-api-key": ""}).status_code == 401

@@ -25,13 +25,6 @@ class Collector:
         """The span of a request."""
         return next((span for span in self.spans if read(span).get("layertap.request_id") == request_id), None)
 
-    def list_children(self, span: Span) -> list[Span]:
-        """The spans below one, those that began first in front."""
-        return sorted(
-            (each for each in self.spans if each.parent_span_id == span.span_id),
-            key=lambda each: each.start_time_unix_nano,
-        )
-
 
 def read(holder: object) -> dict[str, object]:
     """The attributes of a span or a resource."""

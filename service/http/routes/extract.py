@@ -14,6 +14,7 @@ from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.joined_inputs import count_bytes, digest_jobs, join_changes, list_entries
 from layertap.service.explain import explanations
 from layertap.service.explain.prober import Prober, check_probed
+from layertap.service.http.application import ExchangeRoute
 from layertap.service.http.exchange import ExchangeDependency
 from layertap.service.http.openapi import COMPUTED, describe_inputs
 from layertap.service.http.parsing import parse_request
@@ -27,9 +28,10 @@ from layertap.service.schemas.replies import DryRunReply, FeaturesReply
 parse_extract = partial(parse_request, kind=ExtractBody)
 parse_explain = partial(parse_request, kind=ExplainBody)
 router = APIRouter()
+described = APIRouter()  # of the plain route: FastAPI reads its schema here, and does not call it
 
 
-@router.post(
+@described.post(
     "/extract",
     tags=["extract"],
     summary="What layers of a model compute for your inputs",
@@ -53,6 +55,9 @@ async def extract(exchange: ExchangeDependency) -> Response:
         prober: Prober = exchange.scope["app"].state.prober
         features = await prober.add_probes(features, asked, sent, ticket)
     return await encode_response(features, asked, sent, engine, ticket)
+
+
+routes = [ExchangeRoute("/extract", extract, methods=["POST"])]
 
 
 @router.post(

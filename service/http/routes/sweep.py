@@ -8,6 +8,7 @@ from functools import partial
 
 import orjson
 from fastapi import APIRouter, Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from layertap.models.errors import LayertapError
@@ -52,65 +53,54 @@ async def sweep(exchange: ExchangeDependency) -> Response:
 
     compute = partial(sweeping.run, engine, prepared, ticket)
     if asked.reply.format.name == EVENTS_FORMAT.name:
-        return EventsResponse(exchange, asked, ticket, compute)
+        exchange.keeps_watching = True  # the head is not all of the reply
+        return EventsResponse(list_events(exchange, asked, ticket, compute), headers={"x-accel-buffering": "no"})
     return await encode_response(await compute(), asked, prepared.sent, engine, ticket)
 
 
-class EventsResponse(Response):
-    """Events ``progress`` until there is a reply, then an event ``result`` with its JSON, or ``error``: a problem."""
+class EventsResponse(StreamingResponse):
+    """A reply of events; the exchange watches the client, so nobody listens for its leaving here."""
 
     media_type = EVENTS
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        asked: ExtractRequest,
-        ticket: Ticket,
-        compute: Callable[[sweeping.OnProgress], Awaitable[Features]],
-    ) -> None:
-        super().__init__(None, headers={"x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._exchange = exchange
-        self._asked = asked
-        self._ticket = ticket
-        self._compute = compute
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Compute and send; the computation ends where the client is gone: ClientGoneError."""
-        self._exchange.keeps_watching = True  # the head is not all of the reply
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for name, data in self._list_events():
-            for piece in (f"event: {name}\ndata: ".encode(), *data, b"\n\n"):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body"})
+        """Send what comes, until the client is gone: ClientGoneError."""
+        await self.stream_response(send)
 
-    async def _list_events(self) -> AsyncIterator[tuple[str, Buffers]]:
-        newest, changed = (0, 0), asyncio.Event()
 
-        def note(done: int, total: int) -> None:
-            nonlocal newest  # a client that reads slowly does not get all of them
-            newest = done, total
-            changed.set()
+async def list_events(
+    exchange: Exchange,
+    asked: ExtractRequest,
+    ticket: Ticket,
+    compute: Callable[[sweeping.OnProgress], Awaitable[Features]],
+) -> AsyncIterator[bytes | memoryview]:
+    """Events ``progress`` until there is a reply, then an event ``result`` with its JSON, or ``error``: a problem."""
+    newest, changed = {"done": 0, "total": 0}, asyncio.Event()
 
-        computing = asyncio.ensure_future(self._compute_reply(note))
-        try:
-            while not computing.done():
-                waiting = asyncio.ensure_future(changed.wait())
-                await asyncio.wait((computing, waiting), return_when=asyncio.FIRST_COMPLETED)
-                waiting.cancel()
-                if changed.is_set():
-                    changed.clear()
-                    yield "progress", [orjson.dumps(dict(zip(("done", "total"), newest, strict=True)))]
-            yield "result", computing.result()
-        except Exception as error:
-            self._exchange.explain(error)
-            yield "error", [encode_problem(describe_error(error, self._exchange.facts.request_id)).body]
-            if not isinstance(error, LayertapError):  # for the log
-                raise
-        finally:
-            computing.cancel()
+    def note(done: int, total: int) -> None:
+        newest.update(done=done, total=total)  # a client that reads slowly does not get all of them
+        changed.set()
 
-    async def _compute_reply(self, on_progress: sweeping.OnProgress) -> Buffers:
-        features = await self._compute(on_progress)
-        encode = partial(json.encode, features, self._asked.reply)
-        return await self._exchange.engine.run_in_thread(encode, self._ticket.deadline)
+    async def compute_reply() -> Buffers:
+        encode = partial(json.encode, await compute(note), asked.reply)
+        return await exchange.engine.run_in_thread(encode, ticket.deadline)
+
+    computing = asyncio.ensure_future(compute_reply())
+    try:
+        while not computing.done():
+            waiting = asyncio.ensure_future(changed.wait())
+            await asyncio.wait((computing, waiting), return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            if changed.is_set():
+                changed.clear()
+                yield b"event: progress\ndata: %b\n\n" % orjson.dumps(newest)
+        for piece in (b"event: result\ndata: ", *computing.result(), b"\n\n"):
+            yield piece
+    except Exception as error:
+        exchange.explain(error)
+        problem = encode_problem(describe_error(error, exchange.facts.request_id))
+        yield b"event: error\ndata: %b\n\n" % bytes(problem.body)
+        if not isinstance(error, LayertapError):  # for the log
+            raise
+    finally:
+        computing.cancel()

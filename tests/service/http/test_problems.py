@@ -98,6 +98,15 @@ def test_methods(live: Live, method: str) -> None:
     assert method == "HEAD" or problem(reply, 405)
 
 
+@pytest.mark.parametrize(
+    ("path", "allowed"), [("/models/digits", "GET, HEAD, PUT"), ("/v1/models", "GET, HEAD"), ("/docs", "GET, HEAD")]
+)
+def test_methods_of_several_routes(live: Live, path: str, allowed: str) -> None:
+    """What a path takes is said of all of its routes."""
+    reply = live.client.delete(path)
+    assert (reply.status_code, reply.headers["allow"]) == (405, allowed)
+
+
 def test_hostile_paths(live: Live, control: Control) -> None:
     """Paths of any characters are unknown routes or unknown models."""
     for path in (

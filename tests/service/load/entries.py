@@ -24,8 +24,8 @@ BLOCKS: Json = {
 NO_PICTURE: Json = {"layers": ["pool"], "inputs": [{"image": "AAAA"}]}
 BAD: Json = {"name": "bad", "weight": 2, "path": "/extract", "json": NO_PICTURE, "expect": 422}
 UNKNOWN: Json = {"name": "unknown", "path": "/extract?layers=nowhere", **PICTURE}
-ROWS: Json = {"layers": ["linear"], "inputs": [tensor(np.zeros((20, 4), np.float32))]}
-GATED: Json = {"name": "gated", "path": "/extract?model=gated", "json": ROWS}
+ROWS: Json = {"model": "gated", "layers": ["linear"], "inputs": [tensor(np.zeros(4, np.float32))] * 20}
+GATED: Json = {"name": "gated", "path": "/extract", "json": ROWS}
 
 
 def of(*entries: Json) -> list[RequestKind]:

@@ -1,0 +1,42 @@
+"""The application: FastAPI, with a road of its own for what is called all the time.
+
+FastAPI validates and documents the routes that are called now and then. ``/extract`` and the routes below ``/v1`` and
+``/v2`` are plain routes of Starlette (``ExchangeRoute``), because what FastAPI does for each request takes as many
+calls as all else together; their schemas are shown in the same document. Both are in ``app.routes``.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class ExchangeRoute(Route):
+    """A route whose endpoint takes the request's ``Exchange`` and the parameters of the path, as text."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request whose path matches; HTTPException where its method does not."""
+        if self.methods and scope["method"] not in self.methods:
+            await super().handle(scope, receive, send)
+            return
+        response = await self.endpoint(scope["state"]["exchange"], **scope["path_params"])
+        await response(scope, receive, send)
+
+
+class Application(FastAPI):
+    """FastAPI whose plain routes are found first, inside the middleware that was added."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """What ``add_middleware`` was given, around all routes; errors get through to it.
+
+        FastAPI's own routes need its stack of exits around them. Its handlers of errors are left out: what answers
+        errors is ``RequestContextMiddleware``.
+        """
+        plain = [each for each in self.routes if isinstance(each, ExchangeRoute)]
+        router = Router(plain, redirect_slashes=False, default=AsyncExitStackMiddleware(self.router))
+        stack: ASGIApp = router.app  # to call the router would be one call more
+        for cls, args, kwargs in reversed(self.user_middleware):
+            stack = cls(stack, *args, **kwargs)
+        return stack
