@@ -81,8 +81,7 @@ def find_scenario(name: str) -> list[RequestKind]:
 
 def make_scenario(data: object, folder: Path) -> list[RequestKind]:
     """The kinds of requests that a file's content means, whose pictures are in ``folder``; ValidationError, OSError."""
-    adapter = TypeAdapter(Annotated[list[RequestKind], Field(min_length=1)])
-    return adapter.validate_python(data, context=folder)
+    return TypeAdapter(Annotated[list[RequestKind], Field(min_length=1)]).validate_python(data, context=folder)
 
 
 def _join(pictures: Sequence[Body]) -> Body:
