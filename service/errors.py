@@ -5,6 +5,7 @@ from __future__ import annotations
 from layertap.models.errors import LayertapError
 
 FAILURE_RETRY_S = 60.0
+START_RETRY_S = 5.0  # a refusal is cheap, and nobody knows how long a model takes to load
 RESTART_S = 5.0  # until another process takes the place of one that ends
 
 
@@ -76,6 +77,12 @@ def failure_error(reason: str) -> UnavailableError:
 def ending_error() -> UnavailableError:
     """The error while this process shuts down."""
     return UnavailableError("the server is shutting down", retry_after=RESTART_S)
+
+
+def starting_error(name: str, seconds: float) -> UnavailableError:
+    """The error while the server starts, and has been loading a model for some seconds."""
+    detail = f"the server has just started, and model {name} is loading"
+    return UnavailableError(detail, retry_after=min(seconds, START_RETRY_S))
 
 
 def unloading_error(name: str, seconds: float) -> UnavailableError:

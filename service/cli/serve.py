@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -16,8 +15,6 @@ from layertap.service.cli.console import ConfigOption, is_interactive, stderr
 from layertap.service.cli.setup import check_setup
 
 if TYPE_CHECKING:
-    from socket import socket
-
     from layertap.service.config.configuration import Configuration
     from layertap.service.engine.models.model_manager import ModelManager
     from layertap.service.fetch.fetcher import Fetcher
@@ -49,9 +46,11 @@ def serve(
     )
     if _reloads(settings):
         signals.hold_hangups()
-    from layertap.service.http.sockets import bind, bind_unix
+    from layertap.service.http.sockets import listen
 
-    listeners = [bind_unix(settings.uds)] if settings.uds is not None else bind(settings.host, settings.port)
+    # A mistake is reported at once. Until requests can be answered, connections are refused: a proxy tries elsewhere.
+    for listener in listen(settings.host, settings.port, settings.uds):
+        listener.close()
     from layertap.service import logs
 
     text = logs.wants_text(settings.log_format)
@@ -66,7 +65,7 @@ def serve(
     # a core, for so long that a forward takes seconds. torch reads this when it is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-    _run(settings, configuration, fetcher, listeners)
+    _run(settings, configuration, fetcher)
 
 
 def _open_streams() -> None:
@@ -77,9 +76,7 @@ def _open_streams() -> None:
     sys.stderr = sys.stderr or open(STDERR, "w", closefd=False)  # noqa: SIM115  (as long as the process)
 
 
-def _run(
-    settings: Settings, configuration: Configuration | None, fetcher: Fetcher, listeners: Sequence[socket]
-) -> NoReturn:
+def _run(settings: Settings, configuration: Configuration | None, fetcher: Fetcher) -> NoReturn:
     """Serve until the process ends."""
     gc.disable()  # it would look at what is imported again and again, for a fifth of the time
     if settings.workers:
@@ -92,31 +89,31 @@ def _run(
     from layertap.service.app import create_app
     from layertap.service.cli.startup import print_summary
     from layertap.service.http.protocol import make_server_config
-    from layertap.service.http.sockets import format_url
-    from layertap.service.process import Server
+    from layertap.service.http.sockets import format_url, listen
+    from layertap.service.process import run_until_stopped
 
     allocator.keep_large_blocks()
-    url = format_url(listeners[0].getsockname(), "https" if settings.tls_cert else "http")
 
     def settle(manager: ModelManager) -> None:
         gc.freeze()  # what the models imported, torchvision for one, is as much again
         if logs.wants_text(settings.log_format):
-            print_summary(stderr, manager, url, requires_key=settings.requires_key)
+            print_summary(stderr, manager, urls[0], requires_key=settings.requires_key)
 
     app = create_app(settings, configuration, fetcher, settle)
     # What is imported by now stays: a collector that looks through it stops all threads for up to a tenth of a second.
     gc.freeze()
     gc.enable()
-    manager: ModelManager = app.state.engine.manager
-    server = Server(
+    listeners = listen(settings.host, settings.port, settings.uds)
+    urls = [format_url(each.getsockname(), "https" if settings.tls_cert else "http") for each in listeners]
+    for url in urls:
+        log.info("listening on %s", url)
+    run_until_stopped(
         make_server_config(app, settings, app.state.engine.metrics),
-        lambda: manager.alive,
-        manager.abort_loading,
-        manager.withdraw_readiness,
+        listeners,
+        app.state.engine.manager,
         _choose_drain_delay(settings),
-        app.state.updates.reload_beside if _reloads(settings) else None,  # None: SIGHUP does what the system has it do
+        app.state.updates.reload_beside if _reloads(settings) else None,
     )
-    server.run_until_stopped(listeners)
 
 
 def _reloads(settings: Settings) -> bool:

@@ -33,7 +33,8 @@ def print_start(console: Console, configuration: Configuration | None) -> None:
 
 def print_summary(console: Console, manager: ModelManager, url: str, *, requires_key: bool) -> None:
     """Say where the server is and what it has, once the models of the start are there, or have failed."""
-    state = "is ready" if manager.ready and not manager.load_failures else "is not ready"
+    ready = manager.ready and manager.can_answer and not manager.load_failures
+    state = "is ready" if ready else "is not ready"
     _print(console, "", f"  [bold]layertap {get_version()} {state} on {_escape(url)}[/]", "")
     rows = [
         *(("" if number else "models", line) for number, line in enumerate(_describe_models(manager))),

@@ -49,6 +49,7 @@ CONSTANT_HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
 )
+CLOSE = (b"connection", b"close")
 
 
 class Exchange:
@@ -195,6 +196,8 @@ class Exchange:
             (b"server-timing", self.timings.format().encode("latin-1")),
             *CONSTANT_HEADERS,
         ]
+        if self.engine.manager.ending:
+            headers.append(CLOSE)
         if self.trace is not None:
             headers.append((b"traceparent", self.trace.traceparent.encode()))
 

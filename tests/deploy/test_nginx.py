@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from layertap.models.digits import spec as digits
 from tests.service.certificates import Certificate, make_certificate
 from tests.service.gated_server import wait_until
 from tests.service.load_server import END_S, ROOT, Process, process
-from tests.service.support import Json, image, picture
+from tests.service.support import Json, image, net, picture
 
 pytestmark = pytest.mark.slow
 EXAMPLE = ROOT / "deploy" / "nginx" / "layertap.conf"
@@ -52,6 +53,7 @@ http {{
 }}
 """
 LARGE = 30_000_000  # bytes
+ASKED = 8  # so many times each server gets a request: nginx has them take their turns
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         certificate = make_certificate(folder, host="example.org")
         path = folder / "layertap.sock"
         places = [tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")]
+        models = (digits(), net("never", "Never", load="lazy"))
         first = opened.enter_context(
-            process(None, places[0], wait=False, LAYERTAP_TRUSTED_PROXIES="127.0.0.1", **SETTINGS)
+            process(models, places[0], wait=False, LAYERTAP_TRUSTED_PROXIES="127.0.0.1", **SETTINGS)
         )
         proxies = {"LAYERTAP_UDS": str(path), "LAYERTAP_TRUSTED_PROXIES": "unix"}
-        second = opened.enter_context(process(None, places[1], wait=False, **proxies, **SETTINGS))
+        second = opened.enter_context(process(models, places[1], wait=False, **proxies, **SETTINGS))
         wait_until(lambda: httpx.get(f"{first.url}/readyz").status_code == 200)
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://x") as client:
             wait_until(lambda: client.get("/readyz").status_code == 200)
@@ -191,7 +194,7 @@ def test_http2(site: Site, tmp_path: Path) -> None:
 def test_address(site: Site) -> None:
     """Both servers log who asked nginx, whatever that client writes of itself."""
     written = {"x-forwarded-for": "6.6.6.6"}
-    names = [f"address-{number}" for number in range(8)]  # nginx has both servers take their turns
+    names = [f"address-{number}" for number in range(ASKED)]
     with site.client("127.0.0.2") as client:
         for name in names:
             reply = client.get("/features/openapi.json", headers={**written, "x-request-id": name})
@@ -199,6 +202,19 @@ def test_address(site: Site) -> None:
     assert {site.find_request(name)["client"] for name in names} == {"127.0.0.2"}
     for each in (site.first, site.second):
         assert any(line.get("request_id") in names for line in each.logged())
+
+
+def test_refused(site: Site) -> None:
+    """A model that no server can load is refused, and keeps no server from answering requests for others."""
+    with site.client() as client:
+        never = [client.post("/features/extract", json={**BODY, "model": "never"}) for _ in range(ASKED)]
+        assert {reply.status_code for reply in never} == {503}
+        assert {reply.headers["content-type"] for reply in never} == {"application/problem+json"}
+        others = [client.post("/features/extract", json=BODY) for _ in range(ASKED)]
+        assert {reply.status_code for reply in others} == {200}
+    ids = {reply.headers["x-request-id"] for reply in others}
+    logs = (site.first, site.second)
+    wait_until(lambda: all(any(line.get("request_id") in ids for line in each.logged()) for each in logs))
 
 
 def test_drain(site: Site) -> None:
@@ -224,3 +240,14 @@ def test_drain(site: Site) -> None:
         statuses = [status for each in crowd for status in each.result()]
     assert set(statuses) == {200}
     assert len(statuses) > 12
+
+
+def test_start(site: Site, tmp_path: Path) -> None:
+    """While a server loads the models of its start, the other one answers what is sent to it."""
+    port = httpx.URL(site.first.url).port or 0
+    late = net("digits", "GatedLoad", module="tests.service.slow_models", args={"gate": str(tmp_path / "never")})
+    with process([late], tmp_path, wait=False, port=port, LAYERTAP_TRUSTED_PROXIES="127.0.0.1", **SETTINGS) as starting:
+        with site.client() as client:
+            statuses = {client.post("/features/extract", json=BODY).status_code for _ in range(ASKED)}
+        assert statuses == {200}
+        assert {line["status"] for line in starting.logged() if line.get("path") == "/extract"} == {503}

@@ -102,11 +102,12 @@ def process(
     *,
     wait: bool = True,
     before: tuple[str, ...] = (),
+    port: int = 0,
     **variables: str,
 ) -> Iterator[Process]:
-    """``layertap serve`` with some models, or the embedded ones, on a free port, by default ready."""
+    """``layertap serve`` with some models, or the embedded ones, by default on a free port and ready."""
     config, log, out = folder / "models.json", folder / "log", folder / "out"
-    words = [*before, sys.executable, "-m", "layertap", "serve", "--port", "0"]
+    words = [*before, sys.executable, "-m", "layertap", "serve", "--port", str(port)]
     if specs is not None:
         config.write_text(json.dumps({"models": [asdict(spec) for spec in specs]}))
         words += ["--config", str(config)]

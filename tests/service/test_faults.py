@@ -23,26 +23,30 @@ from tests.service.support import configured, problem, rows
 
 END_S, LOST_S = 30, 5
 FAILING = """
-import uvicorn
-from layertap.service.process import Server
-from layertap.service.signals import exit_cleanly_on_signals
+import socket
+import sys
+import time
 
-asked = []
+import uvicorn
+from layertap.service.process import run_until_stopped
+
+class Manager:
+    alive = True
+
+    def abort_loading(self):
+        print("ending", flush=True)
 
 async def app(scope, receive, send):
-    asked.append(1)
+    Manager.alive = False
     await send({"type": "http.response.start", "status": 503})
     await send({"type": "http.response.body", "body": b"last words", "more_body": True})
+    if "hangs" in sys.argv:
+        time.sleep(1000)
     await send({"type": "http.response.body"})
 
-def alive():
-    return not asked
-
-def on_end():
-    print("ending", flush=True)
-
-exit_cleanly_on_signals()
-Server(uvicorn.Config(app, port=0, lifespan="off", access_log=False), alive, on_end).run_until_stopped()
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+run_until_stopped(uvicorn.Config(app, lifespan="off", log_config=None), [listener], Manager(), 0.0)
 """
 DEADLINE = {"LAYERTAP_DEADLINE_S": "30", "LAYERTAP_REPLICAS": "1"}
 
@@ -57,17 +61,16 @@ def test_failure_that_lasts(serve: Serve) -> None:
 
 
 @pytest.mark.slow
-def test_status() -> None:
-    """A process whose application is not alive any more ends with a status that says so, even with a reply to send."""
-    words = [sys.executable, "-c", FAILING]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        assert running.stderr is not None
-        url = next(line.split()[4] for line in running.stderr if "Uvicorn running on" in line)
-        with httpx.stream("GET", url) as reply:
+@pytest.mark.parametrize(("words", "says"), [((), "ending\n"), (("hangs",), "")])
+def test_status(words: tuple[str, ...], says: str) -> None:
+    """A process that can't go on ends with a status that says so: after its last reply, or though its loop hangs."""
+    command = [sys.executable, "-c", FAILING, *words]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        with httpx.stream("GET", f"http://127.0.0.1:{int(running.stdout.readline())}") as reply:
             assert next(reply.iter_text()) == "last words"
             assert running.wait(2 * LOST_S) == EXIT_FAILED
-        assert running.stdout is not None
-        assert running.stdout.read() == "ending\n"
+        assert running.stdout.read() == says
 
 
 @pytest.mark.hard

@@ -63,6 +63,23 @@ def test_taken_port(torchless: dict[str, str]) -> None:
     assert "--port" in line
 
 
+def test_refuses_connections_at_first(torchless: dict[str, str], tmp_path: Path) -> None:
+    """Until it can answer, a server refuses connections instead of keeping them waiting: a proxy asks another one."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    (tmp_path / "torch.py").write_text(f"open({str(gate)!r}).read()\nraise SystemExit(99)\n")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    variables = {**torchless, "LAYERTAP_WORKERS": "0"}
+    with subprocess.Popen([*SERVE, str(port)], cwd=ROOT, env=variables, stderr=subprocess.DEVNULL) as running:
+        try:
+            with gate.open("w"), pytest.raises(ConnectionRefusedError):  # the gate opens when torch is imported
+                socket.create_connection(("127.0.0.1", port), END_S)
+            assert running.wait(END_S) == 99
+        finally:
+            running.kill()
+
+
 def test_asked_to_end_at_once(torchless: dict[str, str], tmp_path: Path) -> None:
     """A server that is asked to end while it still reads its configuration does, with status 0 and without a word."""
     config = tmp_path / "models.yaml"

@@ -24,6 +24,7 @@ from layertap.service.errors import (
     UnavailableError,
     ending_error,
     failure_error,
+    starting_error,
     unloaded_error,
     unloading_error,
 )
@@ -43,7 +44,7 @@ class ModelManager:
     """The handles of this process, by model name. For the event loop, which it never blocks.
 
     ``handles`` answer new requests; ``list_handles`` also has replacements that are loading and handles that finish
-    their requests.
+    their requests. ``ending``: the process will end soon, and no more than one reply goes over a connection.
 
     The settings limit the number of models, their bytes and their idle time. All loaded and loading models count: with
     their measured bytes, or the expected ones while they load. These stay: a model with unanswered requests, one whose
@@ -62,6 +63,7 @@ class ModelManager:
         self.registry = registry
         self.default = default
         self.draining = False
+        self.ending = False
         self.handles: dict[str, ModelHandle] = {}
         self.scheduler = Scheduler(
             metrics, settings.cpu_threads, on_failure=self._fail_all, gpu_streams=settings.gpu_streams
@@ -70,10 +72,10 @@ class ModelManager:
         self._tasks: set[asyncio.Task[None]] = set()
         self._startup: set[str] = set()  # models to load at the start
         self._unseen: set[str] = set()  # those of them that have not loaded yet
+        self._starting: set[ModelHandle] = set()  # of the start, neither loaded nor failed yet
         self._unloaded: set[str] = set()  # by an administrator, and not lazy
         self._has_unloaded = False
         self._is_over_budget = False
-        self._ending = False
         self._aborted = False
         self._settings = settings
         self._metrics = metrics
@@ -84,7 +86,9 @@ class ModelManager:
         self._startup = {entry.spec.name for entry in self.registry if entry.spec.load == "startup"}
         self._unseen = set(self._startup)
         for name in self._startup:
-            self._start(self.registry.get_entry(name))
+            handle = self._start(self.registry.get_entry(name))
+            self._starting.add(handle)
+            self.run_beside(self._settle_start(handle))
         self.run_beside(self._keep_tidy())
 
     async def wait_until_loaded(self) -> None:
@@ -97,7 +101,14 @@ class ModelManager:
         """Whether all models to load at the start have loaded or failed, and the server is not draining."""
         unseen = [handle for name in self._unseen if (handle := self.handles.get(name)) is not None]
         self._unseen -= {handle.name for handle in unseen if handle.state == "ready"}
-        return not (self.draining or self._ending or any(handle.state == "loading" for handle in unseen))
+        return not (self.draining or self.ending or any(handle.state == "loading" for handle in unseen))
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether there is a model that answers, or that is loaded when it is asked for."""
+        return any(
+            entry.state == "ready" or (entry.spec.load == "lazy" and entry.state != "failed") for entry in self.registry
+        )
 
     @property
     def failures(self) -> list[ModelEntry]:
@@ -124,7 +135,7 @@ class ModelManager:
 
     def withdraw_readiness(self) -> None:
         """Report that the server is not ready, because it will end soon; requests are still served."""
-        self._ending = True
+        self.ending = True
 
     def abort_loading(self) -> None:
         """Fail the requests that wait for a model to load, because the process is about to end; on the event loop."""
@@ -165,8 +176,8 @@ class ModelManager:
         """The handle of a model by its name or alias (None: the default), loaded if necessary.
 
         A caller that awaits anything else while using it must hold it (``ModelHandle.hold``). UnknownModelError;
-        UnavailableError while draining, after an administrator unloaded the model, if loading failed, or if it takes
-        longer than the deadline.
+        UnavailableError while draining, after an administrator unloaded the model, if loading failed, if it takes
+        longer than the deadline, and at once while the server starts with it: another server may answer meanwhile.
         """
         while True:
             entry = self.registry.get_entry(self.default if name is None else name)
@@ -183,6 +194,8 @@ class ModelManager:
                 raise unloading_error(handle.name, handle.rows * handle.seconds_per_row)
             handle.last_used = time.monotonic()
             if handle.state == "loading":
+                if handle in self._starting:
+                    raise starting_error(handle.name, handle.seconds_to_load)
                 with (timings or Timings()).step("load"):
                     await self._wait_for(handle, deadline)
             if handle.state == "failed":
@@ -323,6 +336,10 @@ class ModelManager:
         await handle.wait_for(lambda: not handle.holders)
         await self._stop(handle, None)
         log.info("a model's former version is unloaded", extra={"fields": {"model": handle.name}})
+
+    async def _settle_start(self, handle: ModelHandle) -> None:
+        await handle.wait_until_settled()
+        self._starting.discard(handle)
 
     async def _keep_tidy(self) -> None:
         """Unload unused models for as long as the server runs, even after an error."""

@@ -28,9 +28,9 @@ async def livez(engine: EngineDependency) -> Response:
 
 @router.get("/readyz", response_model=HealthReply)
 async def readyz(engine: EngineDependency) -> Response:
-    """Whether requests are welcome: 503 until the models of the start are loaded, while one failed, while draining.
+    """Whether requests are welcome: 503 until the models of the start are loaded, if one failed, while draining.
 
-    A setting says which failures matter; the kinds of the others are listed in ``failed``.
+    Also while no model can answer. A setting says which failures matter; ``failed`` lists the kinds of the others.
     """
     if not engine.manager.alive:
         raise _permanent_failure_error()
@@ -38,9 +38,11 @@ async def readyz(engine: EngineDependency) -> Response:
         waits = (max(each.seconds_to_load, engine.estimate_wait(each.name)) for each in engine.manager.list_handles())
         detail = "models are loading or the server is shutting down"
         raise UnavailableError(detail, retry_after=max(waits, default=0.0))
-    if failures := engine.manager.load_failures:
+    failures = engine.manager.load_failures
+    if failures or not engine.manager.can_answer:
         # No reason and no name: whoever asks here has no key.
-        detail = f"{len(failures)} of the models wanted from the start failed: {', '.join(_list_kinds(failures))}"
+        kinds = f"{len(failures)} of the models wanted from the start failed: {', '.join(_list_kinds(failures))}"
+        detail = kinds if failures else "no model can answer"
         raise UnavailableError(detail, hint="GET /models has the reasons", retry_after=FAILED_RETRY_S)
     failed = _list_kinds(engine.manager.failures)
     return JSONResponse({"status": "ready", **({"failed": failed} if failed else {})})
