@@ -48,7 +48,7 @@ def listen(host: str, port: int, uds: Path | None = None) -> list[socket.socket]
 
 
 class UnixListener(socket.socket):
-    """A listening Unix socket; its file goes when it is closed, unless another server's has replaced it."""
+    """A listening Unix socket that knows which file is its own."""
 
     def __init__(self, path: Path) -> None:
         """Create the file, in place of one that nobody serves; LayertapError."""
@@ -63,15 +63,14 @@ class UnixListener(socket.socket):
             path.chmod(UNIX_MODE)  # nobody connects before the next line
             self.listen()
         except OSError as error:
-            super().close()
+            self.close()
             raise _explain(str(path), error) from None
 
-    def close(self) -> None:
-        """Remove the file, then close the socket."""
-        with suppress(OSError):
-            if self.fileno() >= 0 and samestat(self._path.lstat(), self._file):
+    def remove_path(self) -> None:
+        """Remove the file, so that nobody connects any more; that of another server which has replaced it stays."""
+        with suppress(OSError):  # it is gone
+            if samestat(self._path.lstat(), self._file):
                 self._path.unlink()
-        super().close()
 
 
 def format_url(address: Address, scheme: str = "http") -> str:
