@@ -70,9 +70,9 @@ def test_a_mixture_of_models(serve: Serve, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(turns, "TURN_TIMEOUT_S", 0.0)  # loads do not wait for each other, not even to be measured
     (configuration, digests), stop = write_mixture(tmp_path), threading.Event()
     with serve(configuration, wait=False, cpu_threads=2) as live, ThreadPoolExecutor(2) as pool:
+        wait_until(lambda: live.client.get("/models/thirds").json()["state"] == "ready")
         askers = [pool.submit(ask, live.url, stop) for _ in range(2)]
         try:
-            live.client.get("/models")  # once this is answered all are on their way
             wait_until(lambda: not any(each["state"] == "loading" for each in listed(live)))
             found = {each["name"]: (each["state"], each.get("weights_digest")) for each in listed(live)}
         finally:

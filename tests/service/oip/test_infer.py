@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 from layertap.models.spec import InputDType, InputSpec, ModelSpec
 from tests.server import Live
 from tests.service.conftest import Serve
+from tests.service.gated_server import wait_until
 from tests.service.oip.support import (
     body,
     connect,
@@ -260,7 +260,7 @@ def test_not_ready(serve: Serve) -> None:
     """A server that is not ready says so here too, and is alive."""
     configuration = configured(net("never", "Never"))
     with serve(configuration, wait=False) as live, connect(live) as client:
-        httpx.get(f"{live.url}/models/never/layers", timeout=60)  # which waits until it has failed
+        wait_until(lambda: live.client.get("/models/never").json()["state"] == "failed")
         assert not client.is_server_ready()
         assert client.is_server_live()
         read_error(live.client.get("/v2/health/ready"), 503)
