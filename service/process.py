@@ -19,14 +19,13 @@ import uvicorn
 import uvloop
 
 from layertap.service.engine.models.model_manager import ModelManager
-from layertap.service.http.sockets import UnixListener
 from layertap.service.signals import release_hangups
 
 log = logging.getLogger("layertap")
 EXIT_FAILED = 70  # as sysexits.h has it: an error of the software
 START_INTERVAL_S, WATCH_INTERVAL_S = 0.01, 0.1
 LAST_ANSWERS_S = 4.0  # for the last answers of a process that can't go on
-ACCEPT_S = 0.5  # for whoever has connected to come in, and for connections in use to end with a reply
+LAST_REPLIES_S = 0.5  # at least, for connections in use to end with a reply
 CHILD_END_S = 1.0  # for a compiler to remove its files
 
 
@@ -68,11 +67,7 @@ def run_until_stopped(
         if drain_delay_s:
             log.info("draining", extra={"fields": {"seconds": drain_delay_s}})
         manager.withdraw_readiness()
-        wait(drain_delay_s)
-    for listener in listeners:
-        if isinstance(listener, UnixListener):
-            listener.remove_path()
-    wait(ACCEPT_S)
+        wait(max(drain_delay_s, LAST_REPLIES_S))
     log.info("stopping")
     loop.call_soon_threadsafe(manager.abort_loading)
     server.should_exit = True

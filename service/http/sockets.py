@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import socket
-from contextlib import suppress
-from os.path import samestat
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ def listen(host: str, port: int, uds: Path | None = None) -> list[socket.socket]
     LayertapError if the host can't be resolved, or an address is taken or not available.
     """
     if uds is not None:
-        return [UnixListener(uds)]
+        return [_listen_at_path(uds)]
     try:
         infos = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -47,38 +45,29 @@ def listen(host: str, port: int, uds: Path | None = None) -> list[socket.socket]
     return listeners
 
 
-class UnixListener(socket.socket):
-    """A listening Unix socket that knows which file is its own."""
-
-    def __init__(self, path: Path) -> None:
-        """Create the file, in place of one that nobody serves; LayertapError."""
-        super().__init__(socket.AF_UNIX)
-        try:
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.settimeout(CONNECT_S)
-                if path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
-                    path.unlink()
-            self.bind(str(path))
-            self._path, self._file = path, path.lstat()
-            path.chmod(UNIX_MODE)  # nobody connects before the next line
-            self.listen()
-        except OSError as error:
-            self.close()
-            raise _explain(str(path), error) from None
-
-    def remove_path(self) -> None:
-        """Remove the file, so that nobody connects any more; that of another server which has replaced it stays."""
-        with suppress(OSError):  # it is gone
-            if samestat(self._path.lstat(), self._file):
-                self._path.unlink()
-
-
 def format_url(address: Address, scheme: str = "http") -> str:
     """What a client types to reach a socket of this address; of a Unix socket its path, as nginx and curl write it."""
     if isinstance(address, str):
         return f"unix:{address}"
     host, port = address[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _listen_at_path(path: Path) -> socket.socket:
+    """A Unix socket, in place of one that nobody serves any more."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(CONNECT_S)
+            if path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
+                path.unlink()
+        listener.bind(str(path))
+        path.chmod(UNIX_MODE)  # nobody connects before the next line
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise _explain(str(path), error) from None
+    return listener
 
 
 def _explain(address: Address, error: OSError | UnicodeError) -> LayertapError:
