@@ -25,7 +25,7 @@ LOCAL_TIMEOUT_S = 3600.0
 MARGIN_S = 120.0  # beyond the server's own deadline, to transfer large bodies
 UNAUTHORIZED = 401
 LONG_WAIT_S = 2.0  # shorter ones are not reported
-UNBOUNDED = 2**40  # bytes; there is only one caller
+UNBOUNDED = 2**40  # there is only one caller
 
 
 @asynccontextmanager
@@ -53,7 +53,7 @@ async def open_local_client(settings: Settings, model: str | None) -> AsyncItera
 
     alone = {"api_keys": (), "admin_keys": (), "root_path": "", "otlp_endpoint": ""}
     bounds = {"deadline_s": LOCAL_TIMEOUT_S, "slow_request_s": inf}
-    bounds |= dict.fromkeys(("max_body_bytes", "max_queue_bytes", "max_reply_bytes"), UNBOUNDED)
+    bounds |= dict.fromkeys(("max_body_bytes", "max_queue_bytes", "max_reply_bytes", "max_json_numbers"), UNBOUNDED)
     app = create_app(settings.model_copy(update=alone | bounds), warm=False)
     engine = app.state.engine
     try:

@@ -8,10 +8,10 @@ import resource
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
@@ -47,7 +47,8 @@ MIN_WORKER_MEMORY_BYTES = 256 * MIB
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds in each so many, or "max"
 LIMITS = (  # settings that clients are told, to keep within
     *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels"),
-    *("max_results", "max_changed_inputs", "max_reply_bytes", "max_queue_rows", "max_queue_bytes", "deadline_s"),
+    *("max_results", "max_changed_inputs", "max_reply_bytes", "max_json_numbers"),
+    *("max_queue_rows", "max_queue_bytes", "deadline_s"),
 )
 # What pydantic says of a default that another field's mistake is in the way of.
 NO_DEFAULT = "default_factory_not_called"
@@ -192,6 +193,16 @@ def _is_address(text: str) -> bool:
     return plain and parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
+class ReplyLimits(NamedTuple):
+    """The most bytes of a reply, and the most numbers in its JSON lists; None is unlimited."""
+
+    nbytes: int | None = None
+    numbers: int | None = None
+
+
+NO_LIMITS = ReplyLimits()
+
+
 class SettingsError(LayertapError):
     """Settings that make no sense; a line for each mistake, with the name of the variable."""
 
@@ -234,6 +245,7 @@ class Settings(BaseSettings):
     max_results: int = Field(1024, gt=0)
     max_changed_inputs: int = Field(16_384, gt=0)
     max_reply_bytes: Bytes = Field(256 * MIB, gt=0)
+    max_json_numbers: int = Field(2**20, gt=0)
     max_queue_rows: int = Field(1024, gt=0)
     max_queue_bytes: Bytes = Field(1024 * MIB, gt=0)
     deadline_s: float = Field(30.0, gt=0, allow_inf_nan=False)
@@ -344,6 +356,11 @@ class Settings(BaseSettings):
             return value.expanduser()
         except RuntimeError:
             raise ValueError(f"nobody here has the home that {_describe_path(value)} begins with") from None
+
+    @cached_property
+    def reply_limits(self) -> ReplyLimits:
+        """The limits of a reply."""
+        return ReplyLimits(self.max_reply_bytes, self.max_json_numbers)
 
     @property
     def requires_key(self) -> bool:

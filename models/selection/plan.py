@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, TensorInfo
 from layertap.models.devices.devices import TORCH_DTYPES
@@ -15,6 +17,15 @@ from layertap.models.selection.projections import count_projected_bytes, describ
 from layertap.models.selection.statistics import list_columns
 
 MAX_SHOWN = 10  # names in a warning
+
+
+class ResultSize(NamedTuple):
+    """How large a result is in a reply: its numbers, and their bytes as an array, an int8 scale included."""
+
+    key: str
+    dtype: str
+    numbers: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,11 @@ class Result:
     key: str
     capture: Capture
     module: str
+
+    def measure(self, rows: int) -> ResultSize:
+        """Its size for ``rows`` rows."""
+        capture = self.capture
+        return ResultSize(self.key, capture.dtype, prod(capture.reply_shape(rows)), capture.nbytes(rows))
 
 
 @dataclass(frozen=True)
@@ -260,24 +276,23 @@ class Plan:
             and all(each.info.row_axis is not None and not each.is_view for each in self.resolved_interventions)
         )
 
-    def count_numbers(self, rows: int) -> int:
-        """How many numbers all results have together."""
+    def list_sizes(self, rows: int) -> Sequence[ResultSize]:
+        """The size of each result."""
         return self._size(rows)[0]
 
     def nbytes(self, rows: int) -> int:
         """Bytes of all results as arrays."""
         return self._size(rows)[1]
 
-    def _size(self, rows: int) -> tuple[int, int]:
-        """Numbers and bytes; cached, as each request asks several times and plans are reused."""
+    def _size(self, rows: int) -> tuple[Sequence[ResultSize], int]:
+        """The size of each result, and their bytes; cached, as each request asks several times and plans are reused."""
         size = self._sizes.get(rows)
         if size is None:
-            captures = [result.capture for result in self.results]
-            size = sum(prod(each.shape(rows)) for each in captures), sum(each.nbytes(rows) for each in captures)
-            self._sizes[rows] = size
+            sizes = [result.measure(rows) for result in self.results]
+            size = self._sizes[rows] = sizes, sum(each.nbytes for each in sizes)
         return size
 
     @cached_property
-    def _sizes(self) -> dict[int, tuple[int, int]]:
+    def _sizes(self) -> dict[int, tuple[Sequence[ResultSize], int]]:
         """Sizes by number of rows; at most as many entries as a request may have inputs."""
         return {}

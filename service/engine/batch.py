@@ -122,9 +122,9 @@ class Job:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its rows and of its results."""
+        """Bytes of its rows, of its results and of their text in the reply."""
         plan = self.prepared.spec.plan
-        size = plan.nbytes(self.rows)
+        size = plan.nbytes(self.rows) + self.prepared.reply_bytes
         for capture in plan.extra:
             size += capture.nbytes(self.rows)
         for value in self.inputs.values():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from layertap.models.errors import TooLargeError
 from layertap.models.model_info import ModelInfo
-from layertap.models.selection.plan import Plan, Result
+from layertap.models.selection.plan import Plan, Result, ResultSize
 from layertap.models.selection.statistics import list_columns
 from layertap.models.spec import Shapes
 from layertap.service.engine.request import ReplyOptions
+from layertap.service.formats.json import count_text
 from layertap.service.pictures.panels import ResultInfo
 from layertap.service.pictures.sheet import check_sheet
 from layertap.service.settings import Settings
@@ -33,14 +35,15 @@ def check_results(results: int, limit: int) -> None:
         )
 
 
-def check_reply_size(plan: Plan, rows: int, reply: ReplyOptions) -> None:
-    """TooLargeError if a plan's reply for this many rows would exceed its limit, or is too large to draw.
+def check_reply_size(plan: Plan, rows: int, reply: ReplyOptions) -> int:
+    """The bytes that a plan's reply for this many rows takes beside its arrays, before any forward.
 
-    Called before any forward, with the sizes that the plan predicts.
+    TooLargeError if it would exceed a limit, or is too large to draw.
     """
-    check_sizes(plan.count_numbers(rows), plan.nbytes(rows), rows, reply)
+    text_bytes = check_sizes(plan.list_sizes(rows), rows, reply)
     if reply.format.is_picture:
         check_sheet([_outline_result(result, rows) for result in plan.results], reply.tiles)
+    return text_bytes
 
 
 def _outline_result(result: Result, rows: int) -> ResultInfo:
@@ -62,14 +65,25 @@ def _outline_result(result: Result, rows: int) -> ResultInfo:
     )
 
 
-def check_sizes(numbers: int, nbytes: int, rows: int, reply: ReplyOptions) -> None:
-    """TooLargeError if a reply with so many numbers and bytes would exceed its limit."""
-    size = reply.format.estimate_bytes(reply.encoding, numbers, nbytes)
-    if reply.max_bytes is not None and size > reply.max_bytes:
-        raise TooLargeError(
-            f"the reply would have about {size} bytes, the limit is {reply.max_bytes}",
-            hint="pool the layers, or ask for fewer" + (", or send fewer inputs at once" if rows > 1 else ""),
-        )
+def check_sizes(sizes: Sequence[ResultSize], rows: int, reply: ReplyOptions) -> int:
+    """The bytes that a reply with results of these sizes takes beside its arrays; TooLargeError if over a limit."""
+    numbers = text_bytes = own_bytes = 0  # numbers in lists
+    codings = reply.format.list_codings(reply.encoding, [size.key for size in sizes])
+    for coding, size in zip(codings, sizes, strict=True):
+        if coding == "bytes":
+            own_bytes += size.nbytes
+            continue
+        text_bytes += count_text(coding, size.dtype, size.numbers, size.nbytes)
+        numbers += size.numbers if coding == "list" else 0
+    limits, fewer = reply.limits, "pool the layers, or ask for fewer"
+    fewer += ", or send fewer inputs at once" if rows > 1 else ""
+    if limits.numbers is not None and numbers > limits.numbers:
+        detail = f"the reply would have {numbers} numbers in JSON lists, the limit is {limits.numbers}"
+        raise TooLargeError(detail, hint=f"{reply.format.instead}; or {fewer}")
+    if limits.nbytes is not None and text_bytes + own_bytes > limits.nbytes:
+        detail = f"the reply would have about {text_bytes + own_bytes} bytes, the limit is {limits.nbytes}"
+        raise TooLargeError(detail, hint=fewer)
+    return text_bytes
 
 
 def check_survey(model: ModelInfo, shapes: Shapes, settings: Settings) -> None:

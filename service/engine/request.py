@@ -22,6 +22,7 @@ from layertap.models.spec import Truncate
 from layertap.service.formats.buffers import EncodeOptions
 from layertap.service.formats.table import FORMATS, ReplyFormat
 from layertap.service.inputs.items import InputItem
+from layertap.service.settings import NO_LIMITS, ReplyLimits
 from layertap.service.types import Priority
 
 MAX_LAYERS = 64  # of a request for which plans are kept
@@ -29,10 +30,10 @@ MAX_LAYERS = 64  # of a request for which plans are kept
 
 @dataclass(frozen=True)
 class ReplyOptions(EncodeOptions):
-    """The format of the reply with its options, and its most bytes (None is unlimited)."""
+    """The format of the reply with its options, and its limits; without any, arrays that are not sent."""
 
-    format: ReplyFormat = FORMATS["json"]
-    max_bytes: int | None = None
+    format: ReplyFormat = FORMATS["npz"]
+    limits: ReplyLimits = NO_LIMITS
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from layertap.models.gradients.resolve_objective import find_outputs, resolve_ob
 from layertap.models.labels import Labels, Outputs
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
-from layertap.models.selection.plan import ResolvedObjective, Tap
+from layertap.models.selection.plan import ResolvedObjective, ResultSize, Tap
 from layertap.models.selection.selectors import make_selector
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.admit.planned_work import PlannedWork
@@ -78,23 +78,23 @@ async def explain(engine: Engine, request: ExtractRequest, sent: SentInputs, tic
 async def _explain(engine: Engine, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> Features:
     explanation = _get_explanation(request)
     handle = await engine.get_handle(request.model, ticket)
-    if request.reply.format.is_picture:  # captures are not drawn
-        request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))
+    reply = request.reply
+    request = replace(request, reply=replace(reply, format=FORMATS["npz"]))  # captures are not sent
     work = await engine.run_in_thread(
         partial(_plan_work, engine.admission, request, sent, explanation, handle), ticket.deadline
     )
     made: Features | None = None
+    text_bytes = 0
     work.check(ticket.deadline)
     with work.count():
         for asked in list_maps(request, explanation):
             with ticket.return_bytes():
                 count = explanation.top_classes if made is None else 0
                 part = await _make_maps(engine, asked, sent, ticket, work, count)
-            ticket.reserve_bytes(part.nbytes)
             made = part if made is None else merge_results(made, part, fingerprint.digest_reply)
-            nbytes = sum(each.nbytes for each in made.arrays.values())
-            numbers = sum(each.size for each in made.arrays.values())
-            check_sizes(numbers, nbytes, made.rows, request.reply)
+            sizes = [ResultSize(key, each.dtype.name, each.size, each.nbytes) for key, each in made.arrays.items()]
+            before, text_bytes = text_bytes, check_sizes(sizes, made.rows, reply)
+            ticket.reserve_bytes(part.nbytes + text_bytes - before)
     if made is None:
         raise ValueError("the request names no method")
     return made

@@ -6,14 +6,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import prod
 
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.explanations.perturbations import PerturbationSettings
 from layertap.models.gradients.resolve_objective import resolve_objective
+from layertap.models.hooks.sites import Site
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Class, Explanation, InputBaseline, Method, Objective
+from layertap.models.selection.plan import ResultSize
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, check_changed_inputs
 from layertap.service.engine.execute.item_rows import count_numbers, predict_rows
+from layertap.service.engine.limits import check_sizes
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.explain.explanation_methods import METHODS, MethodSpec
 from layertap.service.pictures.panels import ResultInfo
@@ -35,6 +39,7 @@ OPTIONS = {
     "baseline": ("baseline", "integrated gradients and occlusion"),
 }
 
+INPUT_SITES: frozenset[Site | None] = frozenset({"input", "grad_input"})
 SMALLER = "ask for fewer methods, classes, 'steps' or 'samples', or a larger 'stride'"
 
 # How to need fewer changed inputs, by the option of the method.
@@ -112,10 +117,7 @@ def _set_class(request: ExtractRequest, klass: Class) -> ExtractRequest:
 
 def list_changed_rows(asked: Sequence[MapRequest], sent: SentInputs, model: ModelInfo) -> list[ChangedRows]:
     """The changed inputs of some maps, as far as shapes are known; SelectorError."""
-    rows = Counter[tuple[int, ...]]()
-    for _, item in sent.items:
-        predicted = predict_rows([item], model.model_inputs)
-        rows[(1, *predicted.shapes[0])] += predicted.count
+    rows = _count_rows(sent, model)
     changed = []
     for each in asked:
         if (kind := each.spec.perturbation) is not None:
@@ -125,6 +127,29 @@ def list_changed_rows(asked: Sequence[MapRequest], sent: SentInputs, model: Mode
                 settings = PerturbationSettings.fill_in(each.explanation, shape, layout, channels)
                 changed.append(ChangedRows(count * settings.count(kind), shape, not each.spec.measures_scores))
     return changed
+
+
+def _count_rows(sent: SentInputs, model: ModelInfo) -> Mapping[tuple[int, ...], int]:
+    """How many rows there are of each shape (1, …), as far as shapes are known."""
+    rows = Counter[tuple[int, ...]]()
+    for _, item in sent.items:
+        predicted = predict_rows([item], model.model_inputs)
+        rows[(1, *predicted.shapes[0])] += predicted.count
+    return rows
+
+
+def _list_sizes(asked: Sequence[MapRequest], sent: SentInputs, model: ModelInfo) -> list[ResultSize]:
+    """The sizes of maps of a model's only input, as far as shapes are known; those of layers are mostly smaller."""
+    if len(model.inputs) > 1:
+        return []
+    values = sum(prod(shape) * count for shape, count in _count_rows(sent, model).items())
+    sizes = []
+    for each in asked:
+        if INPUT_SITES.issuperset(each.spec.sites.values()):
+            info = each.spec.find_taps(each.explanation, model)[0].info
+            numbers = values // (info.size("C") if each.spec.layout == "NHW" else 1)
+            sizes += [ResultSize(key, "float32", numbers, 4 * numbers) for key in each.requests]
+    return sizes
 
 
 def name_savings(sent: SentInputs, explanation: Explanation, model: ModelInfo) -> str:
@@ -173,6 +198,7 @@ def check_maps(
     if isinstance(explanation.baseline, InputBaseline) and explanation.baseline.input >= rows + len(sent.faults):
         detail = f"'baseline' names input {explanation.baseline.input}"
         raise SelectorError(detail, hint=f"name one of the {rows} inputs, from 0 on")
+    check_sizes(_list_sizes(asked, sent, model), rows, request.reply)
     changed = sum(each.count for each in list_changed_rows(asked, sent, model))
     check_changed_inputs(changed, rows, settings, SMALLER)
     infos = [

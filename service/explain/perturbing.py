@@ -176,7 +176,7 @@ class _Row:
             explanation=None,
             input_options={},
             on_error="fail",
-            reply=ReplyOptions(max_bytes=None),
+            reply=ReplyOptions(),
         )
 
     def compute_scores(self, values: Array) -> Array:

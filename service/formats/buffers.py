@@ -17,6 +17,7 @@ from layertap.service.types import TILES
 Buffer = bytes | memoryview
 Buffers = list[Buffer]
 Encoding = Literal["list", "base64"]
+Coding = Literal["bytes", "list", "base64"]  # of a result: its own bytes, which are not copied, or text
 SMALL = 2**16  # bytes that are copied in less time than another call of the system takes
 
 

@@ -8,7 +8,7 @@ no piece takes longer than about a millisecond.
 from __future__ import annotations
 
 from binascii import b2a_base64
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -17,10 +17,15 @@ import numpy as np
 import orjson
 
 from layertap.service.features import Array, Features
-from layertap.service.formats.buffers import Buffers, EncodeOptions, Encoding, to_little_endian, view_bytes
+from layertap.service.formats.buffers import Buffers, Coding, EncodeOptions, Encoding, to_little_endian, view_bytes
 from layertap.service.formats.plain_data import describe_errors, describe_extras, describe_receipts
 
-NUMBER_BYTES = 12  # a float32 written in full takes 8 to 14 characters with its comma
+# The most characters of a number in a list, with its comma.
+NUMBER_BYTES = {"bool": 6, "float16": 17, "float32": 17, "float64": 25} | {
+    name: len(f"{np.iinfo(name).min or np.iinfo(name).max},")
+    for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+}
+INSTEAD = 'ask for "encoding": "base64", or for ?format=npy, npz or safetensors'
 PIECE_VALUES = 2**14  # numbers, or other values of a document
 PIECE_BYTES = 3 * 2**18  # of base64: a multiple of 3, so that pieces can be joined
 VALUE_BYTES = PIECE_BYTES // PIECE_VALUES  # base64 of this many bytes takes as long as one number
@@ -43,9 +48,16 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
     return write_json(document)
 
 
-def estimate_bytes(encoding: Encoding, numbers: int, nbytes: int) -> int:
-    """Estimate the bytes of a reply with so many numbers of ``nbytes`` in total."""
-    return numbers * NUMBER_BYTES if encoding == "list" else nbytes * 4 // 3
+def list_codings(encoding: Encoding, keys: Sequence[str]) -> Sequence[Coding]:
+    """How each of the results with these keys is written."""
+    return [encoding] * len(keys)
+
+
+def count_text(coding: Coding, dtype: str, numbers: int, nbytes: int) -> int:
+    """The most bytes that the text of a result takes, beside the array; 0 if its own bytes are sent."""
+    if coding == "list":
+        return numbers * NUMBER_BYTES[dtype]
+    return (nbytes + 2) // 3 * 4 if coding == "base64" else 0
 
 
 def _make_entry(features: Features, key: str, encoding: Encoding) -> dict[str, Any]:

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from layertap.service.features import Features
 from layertap.service.formats import json, numpy_files, picture, safetensors
-from layertap.service.formats.buffers import Buffers, EncodeOptions, Encoding
+from layertap.service.formats.buffers import Buffers, Coding, EncodeOptions, Encoding
 
 
 @dataclass(frozen=True)
 class ReplyFormat:
     """A format of replies: its name, in ``?format=`` and as a file suffix, its media type, and its encoder.
 
-    ``estimate_bytes`` estimates the size of a reply from the encoding, the count of numbers and their bytes.
-    ``binary``: not JSON. ``is_picture``: it draws results, so that even short replies take long.
+    ``list_codings``: how it writes each of the results with these keys; ``instead``: a hint what to ask for if they
+    have more numbers than JSON lists may have. ``binary``: not JSON. ``is_picture``: it draws results, so that even
+    short replies take long.
     """
 
     name: str
     media_type: str
     encode: Callable[[Features, EncodeOptions], Buffers]
-    estimate_bytes: Callable[[Encoding, int, int], int] = lambda encoding, numbers, nbytes: nbytes
+    list_codings: Callable[[Encoding, Sequence[str]], Sequence[Coding]] = lambda encoding, keys: ["bytes"] * len(keys)
+    instead: str = ""
     binary: bool = True
     is_picture: bool = False
 
 
 _TABLE = (
-    ReplyFormat("json", "application/json", json.encode, json.estimate_bytes, binary=False),
+    ReplyFormat("json", "application/json", json.encode, json.list_codings, json.INSTEAD, binary=False),
     ReplyFormat("npy", "application/x-npy", numpy_files.encode_npy),
     ReplyFormat("npz", "application/x-npz", numpy_files.encode_npz),
     ReplyFormat("safetensors", "application/x-safetensors", safetensors.encode),

@@ -19,7 +19,9 @@ from layertap.service.settings import Settings
 MULTIPART = "multipart/form-data"
 GZIP = 16 + zlib.MAX_WBITS  # for zlib: with the head and the end that gzip has
 IN_MEMORY = {"MAX_MEMORY_FILE_SIZE": math.inf}
-MAX_BRACKETS = 500_000
+MAX_BRACKETS = 500_000  # and colons
+NUMBERS_HINT = "send numbers as bytes: base64, .npy or safetensors; long texts in several requests"
+COUNTED = 2**20  # bytes looked at before other threads may run
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ def parse_multipart(content_type: str, body: bytes, settings: Settings) -> list[
         data = part.value if isinstance(part, Field) else cast("BytesIO", part.file_object).getvalue()
         parts.append(MultipartPart(name, data or b""))
 
-    parser = FormParser(MULTIPART, add, add, lambda: ended.append(True), boundary, config=IN_MEMORY)
     try:
+        parser = FormParser(MULTIPART, add, add, lambda: ended.append(True), boundary, config=IN_MEMORY)
         parser.write(body[start:].lstrip(b"\r\n"))
         parser.finalize()
     except ValueError:  # which all errors of the parser are, and one of a name that is no UTF-8
@@ -106,19 +108,32 @@ def too_large_error(size: str, limit: int) -> TooLargeError:
     return TooLargeError(f"the body has {size} bytes, the limit is {limit}", hint="send fewer or smaller inputs")
 
 
-def load_json(data: bytes, name: str = "the body") -> Any:
-    """A JSON document; BadRequestError, also for one that is nested very deep; TooLargeError for very many brackets.
+def load_json(data: bytes, max_numbers: int | None = None, name: str = "the body") -> Any:
+    """A JSON document of at most ``max_numbers`` numbers (None if it is short anyway); ``name`` is what errors call it.
 
-    ``name`` is what errors call it.
+    BadRequestError, also for one that is nested very deep; TooLargeError for too many numbers, lists or objects.
     """
-    # Each makes an object that the garbage collector looks at, while no other thread runs.
-    brackets = data.count(b"[") + data.count(b"{")
-    if brackets > MAX_BRACKETS:
-        hint = "send long texts in several requests, and numbers as base64"
-        raise TooLargeError(f"the JSON has {brackets} brackets; the limit is {MAX_BRACKETS}", hint=hint)
+    if max_numbers is not None and len(data) > min(max_numbers, MAX_BRACKETS):
+        _check_counts(data, max_numbers)
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         hint = "send UTF-8 without a byte order mark, NaN, Infinity or a thousand levels of brackets"
         raise BadRequestError(f"{name} is not JSON: {where}", hint=hint) from None
+
+
+def _check_counts(data: bytes, max_numbers: int) -> None:
+    """TooLargeError for a document that takes long to parse, while no other thread runs.
+
+    What stands between commas may be a number; a list, an object or a key costs more than that. Those in texts count
+    too, because telling them apart would take as long.
+    """
+    numbers = brackets = 0
+    for start in range(0, len(data), COUNTED):
+        numbers += data.count(b",", start, start + COUNTED)
+        brackets += sum(data.count(mark, start, start + COUNTED) for mark in (b"[", b"{", b":"))
+        for what, count, limit in (("commas", numbers, max_numbers), ("brackets and colons", brackets, MAX_BRACKETS)):
+            if count > limit:
+                detail = f"the JSON has more {what} than the limit, {limit}"
+                raise TooLargeError(detail, hint=NUMBERS_HINT)

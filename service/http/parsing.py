@@ -103,7 +103,7 @@ def _parse_multipart(
 
 def _parse_query(envelope: Envelope, settings: Settings, kind: type[RequestBody]) -> ExtractRequest:
     """What the query parameters ask for."""
-    key = kind, settings.max_reply_bytes
+    key = kind, settings.reply_limits
     if (request := envelope.asked.get(key)) is None:
         fields = read_fields(envelope.query, _list_fields(kind))
         _check_sizes(fields, settings)
@@ -122,7 +122,7 @@ def _make_request(envelope: Envelope, settings: Settings, body: RequestBody) -> 
     if body.tiles is not None and not envelope.format.is_picture:
         fault = Fault("the reply is no picture", "ask for one by ?format=png, or leave 'tiles' out", "/tiles")
         raise RequestError.from_faults([fault])
-    reply = ReplyOptions(body.encoding, body.tiles or TILES, format=envelope.format, max_bytes=settings.max_reply_bytes)
+    reply = ReplyOptions(body.encoding, body.tiles or TILES, format=envelope.format, limits=settings.reply_limits)
     request = ExtractRequest(dry_run=dry_run, reply=reply, **body.request_fields)
     if len(body.inputs) == 1 and request.input_options:  # of which there may be several rows
         return replace(request.for_input(0), input_options={})
@@ -137,14 +137,14 @@ def _list_fields(kind: type[RequestBody]) -> AbstractSet[str]:
 def _parse_document(
     envelope: Envelope, data: bytes, settings: Settings, kind: type[RequestBody]
 ) -> tuple[ExtractRequest, Readers]:
-    value = load_json(data)
+    value = load_json(data, settings.max_json_numbers)
     _check_sizes(value, settings)
     inputs = value.get("inputs", []) if isinstance(value, dict) else None
     key = None
     if isinstance(inputs, list) and not any(isinstance(each, dict) and each.keys() & OPTIONS for each in inputs):
         rest = write_rest(value, "inputs")
         if envelope.is_kept and rest is not None:
-            key = kind, envelope.format.name, envelope.text, rest, settings.max_reply_bytes
+            key = kind, envelope.format.name, envelope.text, rest, settings.reply_limits
         if (request := _asked.get(key)) is not None:
             return request, make_readers(validate(InputsBody, {"inputs": inputs}).inputs)
     body = validate(kind, value)

@@ -92,7 +92,7 @@ def _read_field(query: Query, name: str) -> Any:
 
 def _read_value(name: str, text: str) -> Any:
     if name in MAYBE_JSON and text.lstrip()[:1] in ("[", "{"):  # no layer's name begins so
-        return load_json(text.encode(), f"the query parameter '{name}'")
+        return load_json(text.encode(), name=f"the query parameter '{name}'")
     if name in LISTS:
         items = [item for item in text.split(",", MAX_LIST_ITEMS) if item]
         return [_read_class(item) for item in items] if name == "classes" else items

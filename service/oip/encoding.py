@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,10 @@ from fastapi import Response
 
 from layertap.models.errors import Fault
 from layertap.service.features import Array, Features
-from layertap.service.formats.buffers import Buffers, name_arrays, to_little_endian, view_bytes
+from layertap.service.formats.buffers import Buffers, Coding, Encoding, name_arrays, to_little_endian, view_bytes
 from layertap.service.formats.json import write_json
 from layertap.service.formats.table import FORMATS as OF_ROUTES
+from layertap.service.formats.table import ReplyFormat
 from layertap.service.http.problems import MAX_DETAIL, Problem
 from layertap.service.oip.tensors import DATATYPES
 
@@ -31,9 +32,7 @@ def encode_reply(
     null. Scales of INT8 are outputs ``NAME.scale``. NotAcceptableError if two outputs have one name.
     """
     arrays = {name: to_little_endian(array) for name, array in name_arrays(features).items()}
-    others = [wanted for name, wanted in binary.items() if name not in arrays]
-    default = any(others) if others else binary_default
-    behind = {name for name in arrays if binary.get(name, default)}
+    behind = _find_behind(arrays, binary, binary_default)
     warnings = {"warnings": "; ".join(features.warnings)} if features.warnings else {}
     head = {
         "model_name": features.model,
@@ -43,6 +42,23 @@ def encode_reply(
         "outputs": [_describe_output(name, array, features, name in behind) for name, array in arrays.items()],
     }
     return write_json(head), [view_bytes(array) for name, array in arrays.items() if name in behind]
+
+
+def make_format(binary: Mapping[str, bool], binary_default: bool) -> ReplyFormat:
+    """The format of a reply with these outputs as binary."""
+
+    def list_codings(encoding: Encoding, keys: Sequence[str]) -> Sequence[Coding]:
+        behind = _find_behind(keys, binary, binary_default)
+        return ["bytes" if key in behind else "list" for key in keys]
+
+    return replace(JSON, list_codings=list_codings)
+
+
+def _find_behind(names: Collection[str], binary: Mapping[str, bool], binary_default: bool) -> set[str]:
+    """The names of the outputs that are sent after the JSON."""
+    others = [wanted for name, wanted in binary.items() if name not in names]
+    default = any(others) if others else binary_default
+    return {name for name in names if binary.get(name, default)}
 
 
 def _describe_output(name: str, array: Array, features: Features, is_behind: bool) -> dict[str, Any]:
@@ -60,7 +76,7 @@ def _describe_output(name: str, array: Array, features: Features, is_behind: boo
     }
 
 
-JSON = OF_ROUTES["json"]
+JSON = replace(OF_ROUTES["json"], instead='ask for it as binary: "binary_data": true')
 BINARY = replace(OF_ROUTES["npy"], name="binary", media_type="application/octet-stream")  # about the size of its arrays
 FORMATS = {each.name: each for each in (JSON, BINARY)}
 

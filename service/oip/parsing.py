@@ -15,7 +15,7 @@ from layertap.service.http.body import load_json
 from layertap.service.http.query import join_parts
 from layertap.service.http.receiving import MAX_KEPT, PICTURE, Envelope, write_rest
 from layertap.service.inputs.items import ArraysItem
-from layertap.service.oip.encoding import BINARY, HEADER, JSON
+from layertap.service.oip.encoding import HEADER, make_format
 from layertap.service.oip.schemas import InferBody
 from layertap.service.oip.tensors import read_items
 from layertap.service.schemas.bodies import ExtractBody
@@ -56,10 +56,10 @@ def parse_infer(
     BadRequestError, RequestError, TooLargeError.
     """
     length = _get_json_length(envelope, data, headers)
-    value = load_json(data[:length])
+    value = load_json(data[:length], settings.max_json_numbers)
     body = validate(InferBody, value)
     rest = write_rest(value, "id", "inputs")
-    key = model, rest, settings.max_reply_bytes, settings.max_results
+    key = model, rest, settings.reply_limits, settings.max_results
     if (asked := _asked.get(key)) is None:
         asked = _read_body(body, settings, model)
         if rest is not None and len(model) <= MAX_NAME and asked.is_small:
@@ -87,7 +87,6 @@ def _read_body(body: InferBody, settings: Settings, model: str) -> AskedOutputs:
     embedding = request.request_fields["embedding"] if not names or EMBEDDING in names else None
     given = {each.name: each.parameters.binary_data for each in body.outputs}
     binary = {name: own.binary_data_output if each is None else each for name, each in given.items()}
-    all_binary = all(binary.values()) if binary else own.binary_data_output
     fields = request.request_fields | {
         "model": model,
         "selectors": _read_layers(names, request),
@@ -95,7 +94,7 @@ def _read_body(body: InferBody, settings: Settings, model: str) -> AskedOutputs:
         "priority": "interactive" if own.priority <= HIGHEST_PRIORITY else "bulk",
     }
     return AskedOutputs(
-        reply=ReplyOptions(format=BINARY if all_binary else JSON, max_bytes=settings.max_reply_bytes),
+        reply=ReplyOptions(format=make_format(binary, own.binary_data_output), limits=settings.reply_limits),
         binary=binary,
         binary_default=own.binary_data_output,
         timeout_s=own.timeout / 1e6 if own.timeout else None,

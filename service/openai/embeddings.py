@@ -28,7 +28,8 @@ from layertap.service.http.problems import MAX_DETAIL, Problem
 from layertap.service.http.receiving import MAX_KEPT, Envelope, write_rest
 from layertap.service.inputs.arrays import decode_base64
 from layertap.service.inputs.items import ImageItem, InputItem, TextItem, TokensItem, UrlItem
-from layertap.service.schemas.base import OneError, StrictBody, StrictIndex, read_field, read_items
+from layertap.service.schemas.base import OneError, StrictBody, read_field, read_items
+from layertap.service.schemas.inputs import SomeTokens
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 
@@ -48,14 +49,14 @@ class ImageEntry(StrictBody):
 
 
 Entry = Annotated[
-    str | Annotated[tuple[StrictIndex, ...], Field(min_length=1, fail_fast=True)] | ImageEntry,
+    str | SomeTokens | ImageEntry,
     OneError('an input is a string, {"image": "<base64, data: URI or URL>"} or a list of token ids'),
 ]
 
 
 def _list_entries(value: object) -> object:
-    """The inputs of a body; a list of token ids is one input."""
-    is_one = not isinstance(value, list) or (bool(value) and all(type(each) is int for each in value))
+    """The inputs of a body; a list that begins with a number is one input, of token ids."""
+    is_one = not isinstance(value, list) or (bool(value) and type(value[0]) is int)
     return [value] if is_one else value
 
 
@@ -121,10 +122,10 @@ def parse_embeddings(envelope: Envelope, data: bytes, settings: Settings) -> tup
         raise UnsupportedMediaError(
             "a body of this content type is not taken", hint="send Content-Type: application/json"
         )
-    value = load_json(data)
+    value = load_json(data, settings.max_json_numbers)
     fields = value if isinstance(value, dict) else {}
     rest = write_rest(fields, *OWN)
-    key = rest, settings.max_reply_bytes
+    key = rest, settings.reply_limits
     if (asked := _asked.get(key)) is not None:
         given = validate(InputBody, {name: each for name, each in fields.items() if name in OWN}).input
     else:
@@ -147,7 +148,7 @@ def _read_body(body: EmbeddingsBody, envelope: Envelope, settings: Settings) -> 
         embedding=embedding,
         prompt=body.prompt,
         truncate=body.truncate,
-        reply=ReplyOptions(encoding, format=envelope.format, max_bytes=settings.max_reply_bytes),
+        reply=ReplyOptions(encoding, format=envelope.format, limits=settings.reply_limits),
         model_id=body.model,
         dimensions=body.dimensions,
         modality=body.modality,

@@ -10,8 +10,10 @@ from functools import partial
 from starlette.responses import JSONResponse, Response
 
 from layertap.models.errors import Fault, RequestError, escape
+from layertap.models.selection.plan import ResultSize
 from layertap.service.engine.collect.results import find_wrong_row
 from layertap.service.engine.engine import Engine
+from layertap.service.engine.limits import check_sizes
 from layertap.service.engine.prepare.planned_request import PlannedRequest
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.features import Features, join_features
@@ -33,7 +35,8 @@ from layertap.service.openai.embeddings import (
 
 ASK = "POST /extract shows the numbers; ask for another layer, or leave this input out"
 MAX_NAMED = 8
-read_envelope = make_envelope_reader({"json": FORMATS["json"]})
+JSON = replace(FORMATS["json"], instead='ask for "encoding_format": "base64"')
+read_envelope = make_envelope_reader({JSON.name: JSON})
 
 
 async def create_embeddings(exchange: Exchange) -> Response:
@@ -43,12 +46,16 @@ async def create_embeddings(exchange: Exchange) -> Response:
     parts, size = [sent], engine.settings.max_inputs
     if len(sent.items) > size:
         parts = [SentInputs(sent.items[start : start + size]) for start in range(0, len(sent.items), size)]
-    if asked.dimensions is not None:
+    if asked.dimensions is not None or len(parts) > 1:
         handle = await engine.get_handle(asked.model, ticket)
         planned = await engine.planner.plan(asked, parts[0], handle, ticket.deadline)
-        own = asked.embedding is not None and not asked.embedding.layer
-        trained = handle.model.spec.dimensions if own else ()
-        check_dimensions(asked.dimensions, _count_columns(planned), trained)
+        columns = _count_columns(planned)
+        if asked.dimensions is not None:
+            own = asked.embedding is not None and not asked.embedding.layer
+            check_dimensions(asked.dimensions, columns, handle.model.spec.dimensions if own else ())
+            columns = asked.dimensions
+        numbers = len(sent.items) * columns
+        check_sizes([ResultSize("", "float32", numbers, 4 * numbers)], len(sent.items), asked.reply)
     features = []
     for part in parts:  # a comprehension would be a coroutine of its own, woken as often as this one
         features.append(await engine.extract(asked, part, ticket))

@@ -16,6 +16,7 @@ from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.selection import InterventionBody, LayerBody, ObjectiveBody
 
 B = TypeVar("B", bound=BaseModel)
+MAX_WORDS = 16  # of a list that are compared with what is allowed
 
 
 def validate(kind: type[B], value: Any, where: str = "") -> B:
@@ -61,7 +62,7 @@ def _get_hint(error: ErrorDetails) -> str:
 def _find_meant(error: ErrorDetails) -> tuple[str, ...]:
     """The allowed value, quoted in the message, that is most like the one sent."""
     allowed, sent = QUOTED.findall(error["msg"]), error.get("input")
-    words = sent if isinstance(sent, list) else [sent]
+    words = sent[:MAX_WORDS] if isinstance(sent, list) else [sent]
     wrong = next((word for word in words if isinstance(word, str) and word not in allowed), "")
     return find_nearest(wrong, allowed, cutoff=0.7)
 

@@ -20,7 +20,7 @@ from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.labels import name_classes
 from layertap.models.selection.hook_points import InputOptions, Objective, Reduction, Sweep
-from layertap.models.selection.plan import Capture, Result
+from layertap.models.selection.plan import Capture, Result, ResultSize
 from layertap.models.selection.selectors import make_selector
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, PlannedWork, check_changed_inputs
@@ -220,7 +220,7 @@ def _make_unedited(request: ExtractRequest, sent: SentInputs, handle: ModelHandl
         selectors=(metric,),
         objective=None,
         input_options=options,
-        reply=ReplyOptions(max_bytes=None),
+        reply=ReplyOptions(),
     )
 
 
@@ -241,7 +241,7 @@ def _plan_work(
     counts = [each.count(sweep) for each in inputs]
     count, numbers = sum(counts), sum(counts) + len(inputs)
     check_changed_inputs(count, sum(map(bool, counts)), control.settings, f"try {SMALLER}")
-    check_sizes(numbers, 4 * numbers, len(inputs), request.reply)
+    check_sizes([ResultSize(METRIC, "float32", numbers, 4 * numbers)], len(inputs), request.reply)
     seconds = sum(each * _estimate_seconds(swept.job) for each, swept in zip(counts, inputs, strict=True))
     return PlannedWork(control, handle, count, seconds, SMALLER)
 

@@ -71,7 +71,7 @@ BAD: dict[str, Case] = {
     "multipart cut short": Case(400, multipart(PART.format("request", REQUEST))),
     "multipart of an endless header": Case(400, text(f"--x\r\nX: {'a' * 500_000}", FORM)),
     "multipart of many headers": Case(400, text("--x\r\n" + "X: a\r\n" * 50_000 + "\r\na\r\n--x--\r\n", FORM)),
-    "very many brackets": Case(413, body(layers=[[]] * 500_001), says="500000"),
+    "a boundary of 300 characters": Case(400, multipart(f"--{'x' * 300}--\n", "x" * 300)),
     # 404, 405
     "unknown model": Case(404, body(model="digit"), says="'digits'"),
     "unknown route": Case(404, body(), path="/nowhere"),
@@ -90,7 +90,18 @@ BAD: dict[str, Case] = {
     "1,001 parts": Case(413, text(FILE * 1001 + "--x--\r\n", FORM), says="at most 4 inputs"),
     "rows of a batch": Case(413, raw(npy(np.zeros((5, 3, 32, 32), np.float32)), "application/x-npy", **ONE), says="5"),
     "results": Case(413, body(layers=["*"]), says="8"),
-    "predicted reply": Case(413, body(layers=["block1", "block2", "block1.*"]), says="400000"),
+    "predicted reply": Case(413, body(layers=["block1", "block2"]), says="is 400000"),
+    "predicted reply of arrays": Case(
+        413,
+        raw(npy(np.zeros((4, 3, 32, 32), np.float32)), "application/x-npy", layers="block?", format="npz"),
+        says="400000",
+    ),
+    "numbers in lists": Case(413, body(layers=["block1", "block1.*"]), says="lists, the limit is 60000"),
+    "numbers of a body": Case(
+        413, text('{"layers": [' + "1," * 60_001 + "1]}"), says="more commas than the limit, 60000"
+    ),
+    "very many brackets": Case(413, text("[" + "{}," * 50_000 + "[]" * 450_000), says="colons than the limit, 500000"),
+    "very many keys": Case(413, text('{"layers": {' + '"":' * 500_000 + "}}"), says="colons than the limit, 500000"),
     # 415
     "no type": Case(415, {"content": b"x"}, says="application/json"),
     "packed body": Case(415, {"content": b"x", "headers": {"content-encoding": "br"}}, says="uncompressed"),

@@ -99,6 +99,7 @@ def limited(serve: Serve) -> Iterator[Live]:
         "max_resized_pixels": 40_000,
         "max_results": 8,
         "max_reply_bytes": 400_000,
+        "max_json_numbers": 60_000,
         "max_queue_rows": 6,
     }
     with serve(configured(net("gated", "Gated"), net("never", "Never", required=False)), **limits) as live:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.client import HTTPConnection
@@ -12,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
+from layertap.service.formats.json import count_text
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import (
@@ -24,7 +26,7 @@ from tests.service.gated_server import (
     read_response,
     wait_until,
 )
-from tests.service.support import Control, configured, image, net, npy, picture, problem, raw
+from tests.service.support import Control, Json, configured, image, net, npy, picture, problem, raw, rows
 
 
 def test_queue_full(limited: Live, limited_control: Control) -> None:
@@ -119,6 +121,87 @@ def test_within_limits(limited: Live) -> None:
     layers = "head,pool,flatten,block3,block2,block2.bn1,block2.bn2,block2.conv1"
     request = raw(npy(batch), "application/x-npy", layers=layers, pool="mean")
     assert len(limited.client.post("/extract", **request).json()["features"]) == 8
+
+
+def test_text_is_reserved(limited: Live) -> None:
+    """A reply as text takes its bytes beside those of its arrays, from the start."""
+
+    def count_reserved(**query: str) -> int:
+        with ThreadPoolExecutor(1) as pool, hold_model(limited):
+            before = limited.engine.admission.used_bytes
+            sent = raw(npy(rows(4)), "application/x-npy", layers="linear", model="gated", **query)
+            waits = pool.submit(limited.client.post, "/extract", **sent)
+            wait_until(lambda: limited.engine.admission.used_bytes > before and admitted_rows(limited) == 5)
+            reserved = limited.engine.admission.used_bytes - before
+        assert waits.result().status_code == 200
+        return reserved
+
+    array = np.zeros((4, 3), np.float32)
+    as_arrays, as_list = count_reserved(format="npz"), count_reserved()
+    assert as_list - as_arrays == count_text("list", "float32", array.size, array.nbytes)
+    as_base64 = count_reserved(encoding="base64")
+    assert as_base64 - as_arrays == count_text("base64", "float32", array.size, array.nbytes)
+
+
+@pytest.fixture(scope="module")
+def brief(serve: Serve) -> Iterator[Live]:
+    """A server that writes no more than 300 numbers in lists."""
+    with serve(max_json_numbers=300, max_inputs=4) as live:
+        yield live
+
+
+SENT = [image(picture(seed)) for seed in range(4)]
+OF_OIP = {"name": "encoded_image", "shape": [1], "datatype": "BYTES", "data": [SENT[0]["image"]]}
+MAP = {"name": "block3", "parameters": {"binary_data": True}}
+# Requests that fit, and what is asked for instead, by those that do not.
+LISTS: dict[str, tuple[str, Json, Json, str]] = {
+    "extract": ("/extract", {"layers": ["head"], "inputs": SENT}, {"layers": ["pool", "block3"]}, '"encoding": "base64"'),
+    "explain": (  # the layer's captures are longer than its maps
+        "/explain",
+        {"method": "grad_cam", "layer": "block3", "inputs": SENT},
+        {"method": "saliency", "layer": None},
+        '"encoding": "base64"',
+    ),
+    "sweep": (
+        "/sweep",
+        {"layers": ["block1"], "op": "zero", "inputs": SENT},
+        {"layers": ["block1", "block2", "block3"], "each": "channel"},
+        "npz",
+    ),
+    "embeddings": (
+        "/v1/embeddings",
+        {"model": "digits", "input": SENT},
+        {"input": [*SENT, SENT[0]]},
+        '"encoding_format": "base64"',
+    ),
+    "infer": (
+        "/v2/models/digits/infer",
+        {"inputs": [OF_OIP], "outputs": [{"name": "head"}, MAP]},
+        {"outputs": [{"name": "head"}, {"name": "block3"}]},
+        '"binary_data": true',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_numbers_in_lists(brief: Live, name: str) -> None:
+    """More numbers than lists may have are refused before any forward, with what to ask for."""
+    path, fits, changes, instead = LISTS[name]
+    assert brief.client.post(path, json=fits).status_code == 200
+    reply = brief.client.post(path, json=fits | changes)
+    assert reply.status_code == 413
+    assert "lists, the limit is 300" in reply.text
+    assert instead in reply.text.replace('\\"', '"')
+
+
+@pytest.mark.parametrize("path", ["/extract", "/v1/embeddings"])
+def test_numbers_that_are_no_lists(brief: Live, path: str) -> None:
+    """As bytes there may be more."""
+    bodies = {
+        "/extract": {"layers": ["block1"], "encoding": "base64", "inputs": SENT},
+        "/v1/embeddings": {"model": "digits", "encoding_format": "base64", "input": [*SENT, SENT[0]]},
+    }
+    assert brief.client.post(path, json=bodies[path]).status_code == 200
 
 
 def test_draining(serve: Serve) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from layertap.models.errors import RequestError, escape
 from layertap.models.fingerprint import digest_reply
 from layertap.models.hooks.sites import AXES
-from layertap.models.selection.plan import Result
+from layertap.models.selection.plan import Result, ResultSize
 from layertap.models.selection.statistics import merge_rows
 from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.results import make_receipt
@@ -58,6 +58,10 @@ def count_bytes(result: Result, rows: int) -> int:
     return result.capture.nbytes(1 if result.capture.reduction.over else rows)
 
 
+def _measure_entry(name: str, result: Result, rows: int) -> ResultSize:
+    return result.measure(rows)._replace(key=name, nbytes=count_bytes(result, rows))
+
+
 def check_entries(entries: Sequence[Entry], inputs: int, reply: ReplyOptions, max_results: int) -> None:
     """RequestError or TooLargeError, before any forward, if inputs of several shapes can't share a reply."""
     check_results(len(entries), max_results)
@@ -72,8 +76,7 @@ def check_entries(entries: Sequence[Entry], inputs: int, reply: ReplyOptions, ma
                 "statistics of all of them",
                 hint="leave 'over' or 'by' out, or send one shape a request",
             )
-    numbers = sum(prod(result.capture.reply_shape(rows)) for _, result, rows in entries)
-    check_sizes(numbers, sum(count_bytes(result, rows) for _, result, rows in entries), inputs, reply)
+    check_sizes([_measure_entry(*entry) for entry in entries], inputs, reply)
 
 
 def join_inputs(parts: Sequence[Features]) -> Features:

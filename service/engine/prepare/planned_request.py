@@ -32,9 +32,10 @@ class PlannedRequest:
     The plan has the options of the input at ``input_index``. ``inputs`` describes the rows, which may be outputs of a
     layer; ``tower`` is the part of it that these rows have, if the model has two towers. ``catalog`` was measured with
     rows of ``catalog_shapes``, None if the rows have a shape that is not surveyed yet. ``nbytes`` estimates the memory
-    of rows and results before rows are decoded. ``apart``: each input becomes a separate job, because
-    inputs have different options, or because their forwards make different calls. ``kept``: the cache in which later
-    requests that ask the same find it; a finding about the model replaces that cache.
+    of rows, results and their text in the reply before rows are decoded, ``reply_bytes`` that of the text alone.
+    ``apart``: each input becomes a separate job, because inputs have different options, or because their forwards make
+    different calls. ``kept``: the cache in which later requests that ask the same find it; a finding about the model
+    replaces that cache.
     """
 
     request: ExtractRequest
@@ -52,6 +53,7 @@ class PlannedRequest:
     plan: Plan = NO_PLAN
     fingerprints: Fingerprints = field(default_factory=dict)
     nbytes: int = 0
+    reply_bytes: int = 0
     kept: LRUCache[Hashable, PlannedRequest] | None = None
 
     @cached_property
@@ -125,6 +127,7 @@ class PlannedRequest:
             key=key,
             depth=1.0 if request.verify or compiled else plan.cost,
             row_bytes=row_bytes,
+            reply_bytes=self.reply_bytes,
             isolated=isolated or not plan.may_share,
             unsplittable=unsplittable or not plan.may_split,
             spec=ForwardSpec(plan, catalog if request.verify else None, self.resumption, compiled),

@@ -151,7 +151,7 @@ class Planner:
         elif counts is not None:
             planned = replace(planned, catalog=planned.catalog.with_calls(counts))
         if is_as_planned and lengths is None and counts is None and not request.input_options:
-            check_reply_size(planned.plan, count, request.reply)
+            planned = replace(planned, reply_bytes=check_reply_size(planned.plan, count, request.reply))
         else:
             planned = await self._complete(planned, lengths, deadline)
         if kept is not None:
@@ -177,8 +177,9 @@ class Planner:
         if planned.shapes != planned.catalog_shapes:
             scale = partial(_scale_plan, plan, planned.shapes, planned.tower)
             likely = await self._run_in_thread(scale, deadline)
-        check_reply_size(likely, planned.rows, request.reply)
-        return replace(planned, plan=plan, fingerprints=fingerprints, nbytes=likely.nbytes(planned.rows))
+        reply_bytes = check_reply_size(likely, planned.rows, request.reply)
+        nbytes = likely.nbytes(planned.rows) + reply_bytes
+        return replace(planned, plan=plan, fingerprints=fingerprints, nbytes=nbytes, reply_bytes=reply_bytes)
 
     async def _survey_rows(
         self, planned: PlannedRequest, rows: Rows, lengths: TextLengths | None, deadline: float

@@ -31,7 +31,7 @@ from layertap.service.sweep import sweeping
 
 parse_sweep = partial(parse_request, kind=SweepBody)
 EVENTS = "text/event-stream"
-EVENTS_FORMAT = ReplyFormat("events", EVENTS, json.encode, json.estimate_bytes, binary=False)
+EVENTS_FORMAT = ReplyFormat("events", EVENTS, json.encode, json.list_codings, json.INSTEAD, binary=False)
 read_envelope = make_envelope_reader({**FORMATS, EVENTS_FORMAT.name: EVENTS_FORMAT})
 EVENT_STREAM = {"schema": {"type": "string", "description": "events progress, then result or error"}}
 router = APIRouter()

@@ -11,8 +11,8 @@ import orjson
 import pytest
 
 from layertap.service.features import Features
-from layertap.service.formats.buffers import Buffers, EncodeOptions
-from layertap.service.formats.json import write_json
+from layertap.service.formats.buffers import Buffers, EncodeOptions, view_bytes
+from layertap.service.formats.json import NUMBER_BYTES, count_text, write_json
 from layertap.service.formats.table import FORMATS
 from layertap.service.oip.encoding import encode_reply
 from layertap.service.openai.embeddings import encode_embeddings
@@ -49,6 +49,24 @@ def test_same_bytes(dtype: type) -> None:
         "many": {str(number): list(range(100)) for number in range(1000)},
     }
     assert b"".join(write_json(document)) == dump(document)
+
+
+LONGEST = {
+    **{name: np.iinfo(name).min or np.iinfo(name).max for name in NUMBER_BYTES if "int" in name},
+    "bool": False,
+    "float16": -1.0728836e-6,
+    "float32": -6.3184107e-6,
+    "float64": -5.2753968819712335e194,
+}
+
+
+@pytest.mark.parametrize("dtype", NUMBER_BYTES)
+def test_longest_numbers(dtype: str) -> None:
+    """Text is as long as it was taken to be before, where the longest numbers are written."""
+    array = np.full(50, LONGEST[dtype], dtype)
+    assert sum(map(len, write_json(array))) == count_text("list", dtype, array.size, array.nbytes) + 1
+    quoted = sum(map(len, write_json(view_bytes(array))))
+    assert quoted == count_text("base64", dtype, array.size, array.nbytes) + 2
 
 
 @pytest.mark.parametrize("name", ENCODERS)

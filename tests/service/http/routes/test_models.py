@@ -36,6 +36,7 @@ def test_limits(limited: Live) -> None:
         "max_results": 8,
         "max_changed_inputs": 16_384,
         "max_reply_bytes": 400_000,
+        "max_json_numbers": 60_000,
         "max_queue_rows": 6,
         "max_queue_bytes": 2**30,
         "deadline_s": 30,
