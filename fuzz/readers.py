@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -15,10 +16,11 @@ from layertap.models.errors import InputError, LayertapError, SelectorError, Too
 from layertap.models.selection.hook_points import Selector
 from layertap.models.selection.selectors import parse_selector
 from layertap.service.errors import UnsupportedMediaError
-from layertap.service.inputs.arrays import Array, read_npy, read_safetensors
+from layertap.service.inputs.arrays import Array, read_npy, read_npz, read_safetensors
 from layertap.service.inputs.images import decode_image
 
 MAX_PIXELS = 1_000_000
+MAX_BYTES = 2**22
 LEAST = 32
 
 
@@ -42,7 +44,7 @@ def _check_picture(image: Image.Image) -> None:
     image.tobytes()
 
 
-def _arrays(read: Callable[[bytes], dict[str, Array]]) -> Callable[[bytes], None]:
+def _arrays(read: Callable[[bytes], Mapping[Any, Array]]) -> Callable[[bytes], None]:
     def checked(data: bytes) -> None:
         for array in read(data).values():
             assert array.dtype.kind in "fiub", array.dtype
@@ -87,6 +89,13 @@ def _npys() -> dict[str, bytes]:
     return {f"{place}.npy": _npy(array) for place, array in enumerate(arrays)}
 
 
+def _npzs() -> dict[str, bytes]:
+    stored, packed = BytesIO(), BytesIO()
+    np.savez(stored, x=np.zeros((2, 3), np.float32))
+    np.savez_compressed(packed, x=np.zeros((2, 3), np.float32), y=np.ones(2))
+    return {"stored.npz": stored.getvalue(), "packed.npz": packed.getvalue()}
+
+
 def _safetensors() -> dict[str, bytes]:
     whole = safetensors.numpy.save({"x": np.zeros((2, 3), np.float32), "y": np.ones(2, np.int8)}, {"a": "b"})
     header = json.dumps({"x": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
@@ -101,6 +110,7 @@ def _selectors() -> dict[str, bytes]:
 READERS: dict[str, Reader] = {
     "image": Reader(_image, (InputError, TooLargeError, UnsupportedMediaError), _pictures),
     "npy": Reader(_arrays(lambda data: {"": read_npy(data)}), (InputError, TooLargeError), _npys),
+    "npz": Reader(_arrays(lambda data: read_npz(data, MAX_BYTES)), (InputError, TooLargeError), _npzs),
     "safetensors": Reader(_arrays(read_safetensors), (InputError, TooLargeError), _safetensors),
     "selector": Reader(_selector, (SelectorError,), _selectors),
 }

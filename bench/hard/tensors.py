@@ -1,9 +1,10 @@
-"""Hostile arrays in the two formats that a body may have, made by hand."""
+"""Hostile arrays in the three formats that a body may have, made by hand."""
 
 from __future__ import annotations
 
 import pickle
 import struct
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
@@ -13,7 +14,7 @@ import numpy as np
 
 ROW = np.zeros((3, 32, 32), np.float32)
 MIB = 1 << 20
-NPY, SAFETENSORS = "application/x-npy", "application/x-safetensors"
+NPY, NPZ, SAFETENSORS = "application/x-npy", "application/x-npz", "application/x-safetensors"
 COMMAND = "cos\nsystem\n(S'exit 1'\ntR."
 
 
@@ -39,6 +40,14 @@ def header(text: str, body: bytes = b"") -> bytes:
 def described(shape: str, body: bytes = b"", descr: str = "'<f4'") -> bytes:
     """A .npy file that claims a shape."""
     return header(f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n", body)
+
+
+def zipped(body: bytes) -> bytes:
+    """A .npz file of one entry."""
+    stream = BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("image.npy", body)
+    return stream.getvalue()
 
 
 def safetensors(text: str, body: bytes = b"", length: int | None = None) -> bytes:
@@ -100,6 +109,10 @@ CASES: dict[str, Hostile] = {
     "npy of no end": _npy(npy(wide(np.inf)), "finite"),
     "npy of no number": _npy(npy(wide(np.nan)), "finite"),
     "npy beyond float32": _npy(npy(wide(1e300, "<f8")), "finite"),
+    "npz of 100 MB in 100 kB": Hostile(
+        NPZ, lambda: zipped(described("(26214400,)", bytes(100 * MIB))), 413, "unpacks to"
+    ),
+    "npz of a pickle": Hostile(NPZ, lambda: zipped(pickle.dumps(Evil())), 422, "not a .npy"),
     "safetensors with a header of 16 EiB": _tensors("{}", length=2**64 - 1),
     "safetensors with a header longer than it": _tensors("{}", length=1000),
     "safetensors with a header beyond 1 MiB": Hostile(

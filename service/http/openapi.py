@@ -71,7 +71,7 @@ MULTIPART: Json = {
     },
     "additionalProperties": False,
 }
-RAW_TYPES = ("image/*", "application/x-npy", "application/x-safetensors")
+RAW_TYPES = ("image/*", "application/x-npy", "application/x-npz", "application/x-safetensors")
 
 
 def _refer(model: type[BaseModel]) -> Json:

@@ -18,7 +18,7 @@ from layertap.service.errors import UnsupportedMediaError
 from layertap.service.http.body import MULTIPART, load_json, parse_multipart
 from layertap.service.http.query import ALWAYS, read_fields
 from layertap.service.http.receiving import MAX_KEPT, PICTURE, TEXT, Envelope, write_rest
-from layertap.service.inputs.arrays import read_npy, read_safetensors
+from layertap.service.inputs.arrays import read_npy, read_npz, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.schemas.bodies import ExtractBody, InputsBody, RequestBody
 from layertap.service.schemas.inputs import OPTIONS, make_readers
@@ -26,6 +26,7 @@ from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 from layertap.service.types import TILES
 
+NPZ = "application/x-npz"
 Readers = Sequence[Callable[[], InputItem]]  # of each input
 # What JSON documents ask for, with other inputs: then what is asked is not validated again.
 _asked: LRUCache[Hashable, ExtractRequest] = LRUCache(MAX_KEPT)
@@ -63,6 +64,9 @@ def _parse_body(
         if media_type == TEXT:
             _check_charset(envelope.content_type)
         return request, [partial(read, data)]
+    if media_type == NPZ:
+        request = _parse_query(envelope, settings, kind)
+        return request, [lambda: ArraysItem(read_npz(data, settings.max_body_bytes), may_batch=True)]
     if media_type == "application/json":
         envelope.query.check_names(ALWAYS, "a JSON body says everything itself")
         return _parse_document(envelope, data, settings, kind)
@@ -73,7 +77,7 @@ def _parse_body(
     raise UnsupportedMediaError(
         "a body of this content type is not taken",
         hint="send Content-Type: application/json, multipart/form-data, image/jpeg (or another image type), "
-        "text/plain, application/x-npy or application/x-safetensors",
+        "text/plain, application/x-npy, application/x-npz or application/x-safetensors",
     )
 
 

@@ -5,22 +5,26 @@ from __future__ import annotations
 import base64
 import math
 import re
+import zipfile
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import deserialize
 
-from layertap.models.errors import InputError, TooLargeError, escape
+from layertap.models.errors import InputError, LayertapError, TooLargeError, escape
 
 Array = NDArray[Any]
 
+_BASE64_PIECE = 2**20  # characters, a multiple of 4, that are decoded before other threads may run
 _MAX_RANK = 8
 _MAX_AXIS = 2**31 - 1
 _MAX_ENTRIES = 256
 _MAX_SAFETENSORS_HEADER = 1 << 20  # of safetensors; the library's own limit is a hundred times that
 _MAX_NPY_HEADER = 4096  # numpy.save writes 118 bytes or so
+_ZIP_ENTRY = b"PK\x01\x02"  # what an entry of a zip's directory begins with
 NPY_MAGIC = b"\x93NUMPY"
 _NPY_STARTS = frozenset(NPY_MAGIC + version for version in (b"\x01\x00", b"\x02\x00", b"\x03\x00"))
 # As numpy.save and similar writers write it. numpy's own reader evaluates the header as a Python literal, and makes
@@ -30,6 +34,7 @@ _NPY_HEADER = re.compile(
     rb"""\s*+['"]fortran_order['"]\s*+:\s*+(?P<fortran>True|False)\s*+,"""
     rb"""\s*+['"]shape['"]\s*+:\s*+\((?P<shape>\s*+|(?:\s*+\d++\s*+,)++(?:\s*+\d++)?+\s*+)\)\s*+,?+\s*+\}\s*+"""
 )
+_NPZ_HINT = "write it with numpy.savez or numpy.savez_compressed"
 _INPUTS_HINT = "send the model's inputs only"
 _BASE64_HINT = "send standard base64 with its padding and no line breaks, or data:TYPE;base64,…"
 
@@ -61,6 +66,31 @@ def read_npy(data: bytes) -> Array:
     shape = [int(size) for size in re.findall(rb"\d+", header["shape"])]
     order: Literal["C", "F"] = "F" if header["fortran"] == b"True" else "C"
     return _make_array(dtype, dtype.newbyteorder("=").name, shape, data, end, order)
+
+
+def read_npz(data: bytes, max_bytes: int) -> dict[str | None, Array]:
+    """The arrays of a .npz file by name, as of ``read_npy``.
+
+    InputError: not such a file, empty, or with anything else in it. TooLargeError: it holds more than 256 entries, or
+    unpacks to more than ``max_bytes``.
+    """
+    if data.count(_ZIP_ENTRY) > _MAX_ENTRIES:  # zipfile would make an object of each
+        raise TooLargeError(f"the .npz file holds more arrays than the limit, {_MAX_ENTRIES}", hint=_INPUTS_HINT)
+    try:
+        with zipfile.ZipFile(BytesIO(data)) as archive:
+            entries = archive.infolist()
+            size = sum(entry.file_size for entry in entries)
+            if size > max_bytes:
+                detail = f"the .npz file unpacks to {size} bytes; the limit is {max_bytes}"
+                raise TooLargeError(detail, hint="send fewer or smaller inputs")
+            files = {entry.filename: _read_entry(archive, entry) for entry in entries}
+    except LayertapError:
+        raise
+    except Exception as error:  # zipfile and zlib have no one error for what is broken
+        raise InputError("this is not a .npz file", hint=_NPZ_HINT) from error
+    if not files:
+        raise InputError("the .npz file holds no arrays", hint="name each of the model's inputs in it")
+    return {name.removesuffix(".npy"): _read_named_npy(name, file) for name, file in files.items()}
 
 
 def read_safetensors(data: bytes) -> dict[str | None, Array]:
@@ -99,7 +129,12 @@ def decode_base64(text: str) -> bytes:
         if not comma or not head.lower().endswith(";base64"):
             raise InputError("the data: URI is not base64", hint=_BASE64_HINT)
     try:
-        return base64.b64decode(text, validate=True)
+        if len(text) <= _BASE64_PIECE:
+            return base64.b64decode(text, validate=True)
+        if text.find("=", 0, -2) >= 0:  # at the end of a piece it would be taken
+            raise ValueError
+        starts = range(0, len(text), _BASE64_PIECE)
+        return b"".join([base64.b64decode(text[start : start + _BASE64_PIECE], validate=True) for start in starts])
     except ValueError as error:
         raise InputError("the text is not base64", hint=_BASE64_HINT) from error
 
@@ -129,6 +164,21 @@ def _count_elements(shape: Sequence[int]) -> int:
     if not all(type(n) is int and 0 <= n <= _MAX_AXIS for n in shape) or math.prod(n or 1 for n in shape) >= 2**48:
         raise InputError("the shape makes no sense", hint="send a list of whole numbers, none negative")
     return math.prod(shape)
+
+
+def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    """The bytes of an entry of an archive: never more than its directory says."""
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise InputError("the .npz file is packed in an unusual way", hint=_NPZ_HINT)
+    with archive.open(entry) as file:
+        return file.read(entry.file_size + 1)  # one more, so that the checksum is looked at
+
+
+def _read_named_npy(name: str, data: bytes) -> Array:
+    try:
+        return read_npy(data)
+    except InputError as error:
+        raise InputError(f"entry {escape(name)}: {error.detail}", hint=error.hint) from error
 
 
 def _read_safetensor(name: str, entry: dict[str, Any]) -> Array:

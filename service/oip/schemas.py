@@ -14,25 +14,34 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 
 class InputParameters(StrictBody):
-    """The parameters of an input: the number of its bytes after the JSON."""
+    """The parameters of an input: the number of its bytes after the JSON, and, as MLServer has it, what its data is.
+
+    All others, and of ``content_type`` all but ``base64``, say nothing that the datatype does not.
+    """
+
+    model_config = ConfigDict(extra="ignore")
 
     binary_data_size: Count | None = None
+    content_type: Any = None
 
 
 class OutputParameters(StrictBody):
-    """The parameters of an output: whether it is sent after the JSON."""
+    """The parameters of an output: whether it is sent after the JSON; MLServer's ``content_type`` has no effect."""
 
+    content_type: Any = None
     binary_data: StrictBool | None = None
 
 
 class InferParameters(StrictBody):
     """The parameters of an inference, and fields of ``POST /extract``.
 
-    ``timeout`` is in microseconds, 0 is none; ``priority`` is 1 for the highest, 0 for the usual one.
+    ``timeout`` is in microseconds, 0 is none; ``priority`` is 1 for the highest, 0 for the usual one; MLServer's
+    ``content_type`` has no effect.
     """
 
     model_config = ConfigDict(extra="allow")
 
+    content_type: Any = None
     binary_data_output: StrictBool = False
     priority: Count = 0
     timeout: Count = 0

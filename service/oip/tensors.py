@@ -124,12 +124,13 @@ def _read_array(body: InputTensor, data: memoryview | None) -> Array:
 
 
 def _read_elements(body: InputTensor, data: memoryview | None) -> list[bytes]:
-    """The elements of an input of datatype BYTES; in JSON, pictures are base64; InputError."""
+    """The elements of an input of datatype BYTES; in JSON, pictures are base64, as texts may be; InputError."""
     count = prod(body.shape)
     if data is None:
         texts = _flatten(body)
         _check_types(texts, body, {str}, "strings")
-        return [decode_base64(text) if body.name == IMAGE else text.encode() for text in texts]
+        is_base64 = body.name == IMAGE or body.parameters.content_type == "base64"
+        return [decode_base64(text) if is_base64 else text.encode() for text in texts]
     elements: list[bytes] = []
     start = 0
     for _ in range(count):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.service.support import Array, Json, image, npy, picture, raw, safetensors_of, tensor
+from tests.service.support import Array, Json, image, npy, npz, picture, raw, safetensors_of, tensor
 
 PNG = picture(1)
 GOOD: Json = {"layers": ["pool"], "inputs": [image(PNG)]}
@@ -102,6 +102,7 @@ BAD: dict[str, Case] = {
     ),
     "very many brackets": Case(413, text("[" + "{}," * 50_000 + "[]" * 450_000), says="colons than the limit, 500000"),
     "very many keys": Case(413, text('{"layers": {' + '"":' * 500_000 + "}}"), says="colons than the limit, 500000"),
+    "npz that unpacks to much": Case(413, raw(npz(image=np.zeros(10**6)), "application/x-npz", **ONE), says="2000000"),
     # 415
     "no type": Case(415, {"content": b"x"}, says="application/json"),
     "packed body": Case(415, {"content": b"x", "headers": {"content-encoding": "br"}}, says="uncompressed"),
@@ -133,6 +134,7 @@ BAD: dict[str, Case] = {
     "NaN in a tensor": Case(422, body(inputs=[tensor(ROW), tensor(spoiled())]), input=1, says="finite"),
     "a text that is not UTF-8": Case(422, raw("käse".encode("latin-1"), "text/plain", **ONE), input=0, says="UTF-8"),
     "npy of pickles": Case(422, raw(npy(np.array([{}], object)), "application/x-npy", **ONE), input=0),
+    "npz of words": Case(422, raw(b"PK words", "application/x-npz", **ONE), input=0, says="numpy.savez"),
     "safetensors of two": Case(
         422, raw(safetensors_of(image=ROW, other=ROW), "application/x-safetensors", **ONE), input=0, says="image"
     ),

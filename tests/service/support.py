@@ -93,6 +93,13 @@ def npy(array: Array) -> bytes:
     return stream.getvalue()
 
 
+def npz(**arrays: Array) -> bytes:
+    """A .npz file, packed."""
+    stream = BytesIO()
+    np.savez_compressed(stream, **arrays)
+    return stream.getvalue()
+
+
 def safetensors_of(**arrays: Array) -> bytes:
     """A .safetensors file."""
     data: bytes = safetensors.numpy.save(arrays)

@@ -139,7 +139,7 @@ def test_extract(document: Json) -> None:
     operation = document["paths"]["/extract"]["post"]
     assert set(operation["requestBody"]["content"]) == {
         *("application/json", "multipart/form-data", "image/*", "text/plain"),
-        *("application/x-npy", "application/x-safetensors"),
+        *("application/x-npy", "application/x-npz", "application/x-safetensors"),
     }
     assert set(operation["responses"]["200"]["content"]) == {each.media_type for each in FORMATS.values()}
     statuses = {"200", "400", "401", "404", "406", "408", "413", "415", "422", "429", "503", "504"}

@@ -20,6 +20,7 @@ from tests.service.support import (
     arrays_of,
     image,
     npy,
+    npz,
     picture,
     problem,
     raw,
@@ -63,6 +64,7 @@ def test_one_meaning(live: Live) -> None:
         "npy": raw(npy(row), "application/x-npy", **QUERY),
         "Fortran order": raw(npy(np.asfortranarray(row)), "application/x-npy", **QUERY),
         "big-endian": raw(npy(row.astype(">f4")), "application/x-npy", **QUERY),
+        "npz": raw(npz(image=row), "application/x-npz", **QUERY),
         "safetensors": raw(safetensors_of(image=row), "application/x-safetensors", **QUERY),
         "safetensors, any name": raw(safetensors_of(arr_0=row[None]), "application/x-safetensors", **QUERY),
     }
@@ -70,7 +72,7 @@ def test_one_meaning(live: Live) -> None:
     first = arrays_of(replies["base64"])
     assert {array.dtype.name for array in first.values()} == {"float16"}
     assert [name for name, reply in replies.items() if not same(arrays_of(reply), first)] == []
-    arrays = {"tensor", "npy", "Fortran order", "big-endian", "safetensors", "safetensors, any name"}
+    arrays = {"tensor", "npy", "Fortran order", "big-endian", "npz", "safetensors", "safetensors, any name"}
     prints = {name: reply.json()["fingerprint"] for name, reply in replies.items()}
     assert len({prints[name] for name in arrays}) == 1
     assert len({prints[name] for name in prints.keys() - arrays}) == 1

@@ -1,4 +1,4 @@
-"""Tensors in JSON, .npy and safetensors files, base64: what is read, by whomever it was written, and what is refused.
+"""Tensors in JSON, files of arrays, base64: what is read, by whomever it was written, and what is refused.
 
 Files that are hostile ``tests/service/test_hostile_tensors.py`` sends, and damaged ones ``tests/fuzz`` reads.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import base64
 import struct
+import zipfile
 from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -15,11 +17,19 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from layertap.models.errors import InputError
-from layertap.service.inputs.arrays import decode_base64, read_npy, read_safetensors, read_tensor, require_finite
+from layertap.models.errors import InputError, TooLargeError
+from layertap.service.inputs.arrays import (
+    decode_base64,
+    read_npy,
+    read_npz,
+    read_safetensors,
+    read_tensor,
+    require_finite,
+)
 from layertap.service.inputs.items import ArraysItem, ImageItem
-from tests.service.support import Array, npy
+from tests.service.support import Array, npy, npz
 
+LIMIT = 1_000_000
 NUMBERS = [1.5, -2, 0, 7, 100, 3]
 DTYPES = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
 
@@ -38,6 +48,28 @@ def make_described_npy(descr: str, shape: str, body: bytes = b"") -> bytes:
 
 def make_safetensors(text: str, body: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text.encode() + body
+
+
+def make_zip(entries: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    stream = BytesIO()
+    with zipfile.ZipFile(stream, "w", method) as archive:
+        for name, body in entries.items():
+            archive.writestr(name, body)
+    return stream.getvalue()
+
+
+def encrypt(data: bytes) -> bytes:
+    """An archive of one entry that says it is encrypted."""
+    changed = bytearray(data)
+    for mark, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        changed[data.index(mark) + offset] |= 1
+    return bytes(changed)
+
+
+def understate(data: bytes) -> bytes:
+    """An archive of one entry whose directory says that it unpacks to 200 bytes."""
+    place = data.index(b"PK\x01\x02") + 24
+    return data[:place] + struct.pack("<I", 200) + data[place + 4 :]
 
 
 def is_same(found: Array, expected: Array) -> bool:
@@ -108,6 +140,7 @@ PLAIN = base64.b64encode(bytes(range(250))).decode()
         ("", b""),
         ("aGk=", b"hi"),
         (PLAIN, bytes(range(250))),
+        pytest.param("AAAA" * 2**18 + "aGk=", bytes(3 * 2**18) + b"hi", id="long"),
         ("data:image/png;base64,aGk=", b"hi"),
         ("data:text/plain;charset=utf-8;base64,aGk=", b"hi"),
     ],
@@ -120,6 +153,7 @@ def test_base64(text: str, expected: bytes) -> None:
 NOT_BASE64 = {
     "no padding": "aGk",
     "two in one": "aGk=aGk=",
+    "two in a long one": "A" * (2**20 - 2) + "==" + "aGk=",
     "line break": "aGk=\n",
     "URL alphabet": "_-8=",
     "not ASCII": "é",
@@ -220,6 +254,49 @@ def test_safetensors_bfloat16() -> None:
     assert is_same(found["x"], np.array([[1.5, -2.0], [np.inf, 2.0**-133]], "f4"))
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz(save: Callable[..., None]) -> None:
+    """A .npz file, packed or not, gives its arrays by name."""
+    arrays = {"pixels": make_array("f4"), "a.b-c_1": np.array(4, "i8"), "batch.ids": np.zeros((0, 2), "u1")}
+    stream = BytesIO()
+    save(stream, **arrays)
+    found = read_npz(stream.getvalue(), LIMIT)
+    assert found.keys() == arrays.keys()
+    assert all(is_same(found[name], arrays[name]) for name in arrays)
+
+
+BAD_NPZ = {
+    "empty": b"",
+    "npy": npy(make_array("f4")),
+    "no entries": make_zip({}),
+    "cut": npz(x=make_array("f4"))[:-30],
+    "another checksum": make_zip({"x.npy": npy(make_array("f4"))}, zipfile.ZIP_STORED).replace(
+        b"\x00\x00\xc0?", bytes(4)
+    ),
+    "encrypted": encrypt(npz(x=make_array("f4"))),
+    "more than it says": understate(npz(x=np.zeros(5000))),
+    "lzma": make_zip({"x.npy": npy(make_array("f4"))}, zipfile.ZIP_LZMA),
+    "another file": make_zip({"x.txt": b"hello"}),
+    "folder": make_zip({"a/": b""}),
+    "objects": npz(x=np.array([{}], object)),
+}
+
+
+@pytest.mark.parametrize("count", [257, 70_000])
+def test_npz_of_many(count: int) -> None:
+    """An archive of very many entries is refused before its directory is read."""
+    with pytest.raises(TooLargeError, match="more arrays than the limit, 256"):
+        read_npz(make_zip({f"{number}.npy": b"" for number in range(257)}) * (count // 257), LIMIT)
+
+
+def test_npz_too_large() -> None:
+    """A small archive that unpacks to too much is refused before it is unpacked."""
+    data = npz(x=np.zeros(200_000), y=np.zeros(200_000))
+    assert len(data) < 10_000
+    with pytest.raises(TooLargeError, match=r"3200\d\d\d bytes; the limit is 1000000"):
+        read_npz(data, LIMIT)
+
+
 BAD_SAFETENSORS = {
     "empty": b"",
     "text": b"hello, this is no tensor",
@@ -230,7 +307,9 @@ BAD_SAFETENSORS = {
 }
 
 
+FILES: list[tuple[Callable[[bytes], object], bytes, str]]
 FILES = [(read_npy, data, f"npy {kind}") for kind, data in BAD_NPY.items()]
+FILES += [(partial(read_npz, max_bytes=LIMIT), data, f"npz {kind}") for kind, data in BAD_NPZ.items()]
 FILES += [(read_safetensors, data, f"safetensors {kind}") for kind, data in BAD_SAFETENSORS.items()]
 
 

@@ -156,6 +156,27 @@ def test_texts(typed: Live) -> None:
             assert np.array_equal(found.as_numpy("embedding"), *expected.values())
 
 
+def test_content_types(live: Live, typed: Live) -> None:
+    """What MLServer's clients say of their data: base64 in JSON is decoded, all else is as without it."""
+    of_clients = {"content_type": "np", "headers": {"x": "y"}}
+    expected = native(live, "head").popitem()[1]
+    rows = {"name": "image", "shape": list(PIXELS.shape), "datatype": "FP32", "data": PIXELS.tolist()}
+    output = {"name": "head", "parameters": {"content_type": "np"}}
+    sent = body(rows | {"parameters": of_clients}, outputs=[output], parameters={"content_type": "np"})
+    (found,) = live.client.post("/v2/models/digits/infer", **sent).json()["outputs"]
+    assert np.array_equal(np.reshape(np.array(found["data"], np.float32), found["shape"]), expected)
+    for server, model, name, elements in (
+        (live, "digits", "encoded_image", PICTURES),
+        (typed, "bert", "text", [text.encode() for text in TEXTS]),
+    ):
+        entry = {"name": name, "datatype": "BYTES", "shape": [len(elements), 1]}
+        coded = entry | {"data": list(map(text64, elements)), "parameters": {"content_type": "base64"}}
+        with connect(server) as client:
+            (expected,) = read_outputs(client.infer(model, [make_bytes(name, elements, (len(elements), 1))])).values()
+        (found,) = server.client.post(f"/v2/models/{model}/infer", **body(coded)).json()["outputs"]
+        np.testing.assert_allclose(np.reshape(found["data"], found["shape"]), expected, atol=1e-6)
+
+
 def test_several_inputs(live: Live, client: Any) -> None:
     """A model of several inputs takes each by its name, in any order."""
     values = np.arange(8, dtype=np.float32).reshape(2, 4)
