@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from io import BytesIO
+from threading import Lock
 from typing import Any, cast
 
 import orjson
@@ -19,9 +21,10 @@ from layertap.service.settings import Settings
 MULTIPART = "multipart/form-data"
 GZIP = 16 + zlib.MAX_WBITS  # for zlib: with the head and the end that gzip has
 IN_MEMORY = {"MAX_MEMORY_FILE_SIZE": math.inf}
-MAX_BRACKETS = 500_000  # and colons
 NUMBERS_HINT = "send numbers as bytes: base64, .npy or safetensors; long texts in several requests"
+BRACKET_COST = 4  # of a list, an object or a key, in numbers
 COUNTED = 2**20  # bytes looked at before other threads may run
+_parsing = Lock()
 
 
 @dataclass(frozen=True)
@@ -113,10 +116,11 @@ def load_json(data: bytes, max_numbers: int | None = None, name: str = "the body
 
     BadRequestError, also for one that is nested very deep; TooLargeError for too many numbers, lists or objects.
     """
-    if max_numbers is not None and len(data) > min(max_numbers, MAX_BRACKETS):
-        _check_counts(data, max_numbers)
     try:
-        return orjson.loads(data)
+        if max_numbers is None or len(data) <= max_numbers // BRACKET_COST:
+            return orjson.loads(data)
+        _check_counts(data, max_numbers)
+        return _parse_long(data)
     except orjson.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         hint = "send UTF-8 without a byte order mark, NaN, Infinity or a thousand levels of brackets"
@@ -130,10 +134,21 @@ def _check_counts(data: bytes, max_numbers: int) -> None:
     too, because telling them apart would take as long.
     """
     numbers = brackets = 0
+    limits = max_numbers, max_numbers // BRACKET_COST
     for start in range(0, len(data), COUNTED):
         numbers += data.count(b",", start, start + COUNTED)
         brackets += sum(data.count(mark, start, start + COUNTED) for mark in (b"[", b"{", b":"))
-        for what, count, limit in (("commas", numbers, max_numbers), ("brackets and colons", brackets, MAX_BRACKETS)):
+        for what, count, limit in zip(("commas", "brackets and colons"), (numbers, brackets), limits, strict=True):
             if count > limit:
                 detail = f"the JSON has more {what} than the limit, {limit}"
                 raise TooLargeError(detail, hint=NUMBERS_HINT)
+
+
+def _parse_long(data: bytes) -> Any:
+    """A long document, one at a time: no other thread runs meanwhile, and several would wait for each other."""
+    with _parsing:
+        gc.disable()  # it would go through the document again and again while that grows
+        try:
+            return orjson.loads(data)
+        finally:
+            gc.enable()

@@ -66,7 +66,7 @@ BAD: dict[str, Case] = {
     # 400
     "not JSON": Case(400, text("{'layers': 1}")),
     "5,000 digits": Case(400, text('{"layers": [{"layer": "pool", "call": ' + "9" * 5000 + "}]}")),
-    "very deep": Case(400, text("[" * 100_000 + "]" * 100_000)),
+    "very deep": Case(400, text("[" * 10_000 + "]" * 10_000)),
     "no boundary": Case(400, text("--x--", "multipart/form-data")),
     "multipart cut short": Case(400, multipart(PART.format("request", REQUEST))),
     "multipart of an endless header": Case(400, text(f"--x\r\nX: {'a' * 500_000}", FORM)),
@@ -100,8 +100,8 @@ BAD: dict[str, Case] = {
     "numbers of a body": Case(
         413, text('{"layers": [' + "1," * 60_001 + "1]}"), says="more commas than the limit, 60000"
     ),
-    "very many brackets": Case(413, text("[" + "{}," * 50_000 + "[]" * 450_000), says="colons than the limit, 500000"),
-    "very many keys": Case(413, text('{"layers": {' + '"":' * 500_000 + "}}"), says="colons than the limit, 500000"),
+    "very many brackets": Case(413, text("[" + "{}," * 10_000 + "[]" * 5_001), says="colons than the limit, 15000"),
+    "very many keys": Case(413, text('{"layers": {' + '"":' * 15_000 + "}}"), says="colons than the limit, 15000"),
     "npz that unpacks to much": Case(413, raw(npz(image=np.zeros(10**6)), "application/x-npz", **ONE), says="2000000"),
     # 415
     "no type": Case(415, {"content": b"x"}, says="application/json"),

@@ -155,7 +155,12 @@ OF_OIP = {"name": "encoded_image", "shape": [1], "datatype": "BYTES", "data": [S
 MAP = {"name": "block3", "parameters": {"binary_data": True}}
 # Requests that fit, and what is asked for instead, by those that do not.
 LISTS: dict[str, tuple[str, Json, Json, str]] = {
-    "extract": ("/extract", {"layers": ["head"], "inputs": SENT}, {"layers": ["pool", "block3"]}, '"encoding": "base64"'),
+    "extract": (
+        "/extract",
+        {"layers": ["head"], "inputs": SENT},
+        {"layers": ["pool", "block3"]},
+        '"encoding": "base64"',
+    ),
     "explain": (  # the layer's captures are longer than its maps
         "/explain",
         {"method": "grad_cam", "layer": "block3", "inputs": SENT},
