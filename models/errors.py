@@ -29,7 +29,19 @@ from traceback import FrameSummary, extract_tb
 from typing import Any, Literal, Self
 
 Failure = Literal[
-    "", "source", "code", "weights", "device", "forward", "embedding", "labels", "warm", "lost", "killed", "other"
+    "",
+    "source",
+    "code",
+    "weights",
+    "device",
+    "forward",
+    "embedding",
+    "labels",
+    "warm",
+    "lost",
+    "killed",
+    "memory",
+    "other",
 ]
 
 MAX_SHOWN_NAMES = 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -19,6 +20,11 @@ Forward = Callable[[Inputs], object]
 OUT_OF_MEMORY_MESSAGES = (
     *("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
     "CUDA error: out of memory",  # from the driver, if torch's allocator was not involved
+)
+CGROUPS: Mapping[str, Path] = {"": Path("/sys/fs/cgroup"), "memory": Path("/sys/fs/cgroup/memory")}  # versions 2, 1
+CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 PRIVATE_PAGES = frozenset({"Private_Clean", "Private_Dirty"})
 # oneDNN gives no reason: if the process has a memory limit, these mean out of memory.
@@ -125,13 +131,39 @@ def _read_machine() -> Iterator[int]:
 
 
 def _read_cgroup() -> Iterator[int]:
-    group = Path("/sys/fs/cgroup")
-    limit, used = (next(iter(_read_lines(group / f"memory.{name}")), "max") for name in ("max", "current"))
-    if limit.isdigit() and used.isdigit():
-        # Cached files count as used, but the kernel drops them when memory is needed.
-        files = (line.split() for line in _read_lines(group / "memory.stat"))
-        spare = next((int(size) for name, size in files if name == "inactive_file"), 0)
-        yield max(int(limit) - int(used) + spare, 0)
+    """What the limit of each cgroup around this process leaves."""
+    for folder, (limit_name, used_name, spare_name) in product(_list_cgroups(), CGROUP_FILES):
+        limit, used = ("".join(_read_lines(folder / name)[:1]) for name in (limit_name, used_name))
+        if limit.isdigit() and used.isdigit():
+            # Cached files count as used, but the kernel drops them when memory is needed.
+            yield max(int(limit) - int(used) + _find_number(folder / "memory.stat", spare_name, 0), 0)
+
+
+def count_oom_kills() -> int:
+    """How many processes the kernel has ended for lack of memory: in this process's cgroup, or else on this machine."""
+    files = [folder / name for folder in _list_cgroups() for name in ("memory.events", "memory.oom_control")]
+    counts = (_find_number(path, "oom_kill", -1) for path in (*files, Path("/proc/vmstat")))
+    return next((count for count in counts if count >= 0), 0)
+
+
+def _list_cgroups() -> list[Path]:
+    """The folders of this process's cgroup and of those around it, if they limit memory; in a container only the last.
+
+    Some do not exist: the path may be another outside of a container, and version 2 of cgroups may have no memory.
+    """
+    folders = list[Path]()
+    for line in _read_lines(Path("/proc/self/cgroup")):
+        _, controllers, path = line.split(":", 2)
+        if controllers in CGROUPS:
+            own = Path(path.lstrip("/"))
+            folders += (CGROUPS[controllers] / each for each in (own, *own.parents))
+    return folders
+
+
+def _find_number(path: Path, name: str, default: int) -> int:
+    """A number in a file of lines with a name and a number."""
+    lines = (line.split() for line in _read_lines(path))
+    return next((int(words[1]) for words in lines if words[:1] == [name]), default)
 
 
 def _read_lines(path: Path) -> list[str]:

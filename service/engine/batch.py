@@ -171,8 +171,8 @@ class Batch:
 
     ``slots``: how many slots of its ``device`` it takes; ``slots_alone``: how many one of its rows would take alone.
     ``depth``: that of its deepest request. ``seconds``: its expected duration. ``reason``: why it has these rows.
-    ``padded_rows``: the number of rows that its forward is padded to. ``tries``: how often it ran alone and killed its
-    process. ``rows`` are without padding. ``deadline``: the latest one of its jobs, on the clock of ``time.monotonic``.
+    ``padded_rows``: the number of rows that its forward is padded to. ``tries``: how often its process died before.
+    ``rows`` are without padding. ``deadline``: the latest one of its jobs, on the clock of ``time.monotonic``.
     """
 
     key: BatchKey

@@ -53,7 +53,12 @@ def try_to_decode(
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
-        return [TooLargeError("there is no memory to decode this input", hint="send a smaller one")]
+        return [no_memory_error()]
+
+
+def no_memory_error() -> TooLargeError:
+    """The refusal of an item that takes too much memory to decode."""
+    return TooLargeError("there is no memory to decode this input", hint="send a smaller one")
 
 
 def decode_item(item: LocalItem, inputs: ModelInputs, settings: Settings) -> list[Attempt]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
@@ -39,12 +38,14 @@ T = TypeVar("T")
 log = logging.getLogger("layertap")
 MAX_KEPT = 512  # plans of a model, and requests prepared for it
 LONGEST_LOAD_S = 60.0  # the longest wait that a caller is told while a model loads
-FIRST_PAUSE_S = 1.0  # before reloading a model whose process was killed; doubled each time
+TRIES_AT_ONCE = 4  # to load a model again whose process was killed, or died soon after
+FIRST_PAUSE_S = 1.0  # before the next one; doubled each time, and with the longest one the model has failed
 LONGEST_PAUSE_S = 60.0
+PASSING = frozenset[Failure]({"killed", "memory", "lost"})  # failures after which it is loaded again
 FAILED_RETRY_S = 60.0
 OWN_CODE = frozenset[Failure]({"code", "forward", "other"})  # failures of the operator's own code, certain or possible
 Answers = Literal["all", "held", "none"]
-# A lost model loads again, and so does a failed one whose process was killed.
+# A lost model loads again, and so does a failed one if its failure may pass.
 ModelState = Literal["loading", "ready", "failed", "gone"]
 _GENERATIONS = itertools.count(1)
 
@@ -188,14 +189,14 @@ class ModelHandle:
 
     async def ask_again(self, ask: Callable[[], Awaitable[T]], deadline: float) -> T:
         """The result of ``ask``, called again if the model was lost meanwhile; DeadlineError, UnavailableError."""
-        try:
-            return await ask()
-        except ModelLostError:
+        while True:
+            try:
+                return await ask()
+            except ModelLostError:
+                await asyncio.sleep(0)  # for what notes that it is lost
             await wait_until(deadline, self.wait_until_settled())
-        try:
-            return await ask()
-        except ModelLostError:
-            raise self.make_error() from None
+            if self.state != "ready":
+                raise self.make_error()
 
     async def stop(self, limit_s: float | None) -> None:
         """Finish admitted work for at most ``limit_s`` seconds, then release the model."""
@@ -214,32 +215,52 @@ class ModelHandle:
         self._set("gone")
 
     async def _live(self) -> None:
-        """Load the model, and reload it each time its process dies, until that fails for good."""
-        pause, began, quick = FIRST_PAUSE_S, -math.inf, False
+        """Keep the model loaded; an error of this class fails it, too, so that nobody waits for ever."""
+        try:
+            await self._keep_loaded()
+        except Exception as error:
+            self._fail(error)
+
+    async def _keep_loaded(self) -> None:
+        """Load the model, and load it again each time its process dies, until that fails for good."""
+        deaths = 0  # in a row
         while True:
+            self._began = time.monotonic()
             try:
                 await (self.executor.restart() if self._has_loaded else self._begin())
             except Exception as error:
-                self._fail(error)
-                if not isinstance(self.error, LoadError) or self.error.kind != "killed":
+                kind = error.kind if isinstance(error, LoadError) else ""
+                deaths = 1 + (deaths if kind == "killed" else max(deaths, TRIES_AT_ONCE))
+                if kind == "killed" and _choose_pause(deaths) < LONGEST_PAUSE_S:
+                    fields = {"model": self.name, "reason": str(error), "deaths": deaths}
+                    log.warning("a process was killed while it loaded a model", extra={"fields": fields})
+                else:
+                    self._fail(error)
+                if kind not in PASSING:
                     return
-                while True:
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE_S)
-                    with suppress(UnavailableError):
-                        self._make_room()
-                        break
             else:
                 self._succeed()
-                quick, began = time.monotonic() - began < LONGEST_PAUSE_S, time.monotonic()
+                loaded = time.monotonic()
                 await self.executor.wait_until_lost()
-                pause = min(2 * pause, LONGEST_PAUSE_S) if quick else FIRST_PAUSE_S
+                deaths = 1 + (deaths if time.monotonic() - loaded < LONGEST_PAUSE_S else 0)
                 log.warning("a model's process has died, and is started again", extra={"fields": {"model": self.name}})
-            self._began = time.monotonic()
-            self.entry.state = "loading"
-            self._set("loading")
-            if self.error is None and quick:  # it was lost a short time ago, too
-                await asyncio.sleep(pause)
+                self._set_loading()
+            await asyncio.sleep(_choose_pause(deaths))
+            while self.state == "failed" and not self._has_room():
+                deaths += 1
+                await asyncio.sleep(_choose_pause(deaths))
+            self._set_loading()
+
+    def _has_room(self) -> bool:
+        try:
+            self._make_room()
+        except UnavailableError:
+            return False
+        return True
+
+    def _set_loading(self) -> None:
+        self.entry.state = "loading"
+        self._set("loading")
 
     async def _begin(self) -> None:
         """Load the model for the first time, and schedule its batches."""
@@ -351,3 +372,9 @@ class ModelHandle:
     def _set(self, state: ModelState) -> None:
         self.state = state
         self.changed.set()
+
+
+def _choose_pause(deaths: int) -> float:
+    """Seconds until a model is loaded again whose process has died so many times in a row."""
+    more = deaths - TRIES_AT_ONCE
+    return min(FIRST_PAUSE_S * 2.0 ** min(more - 1, 10), LONGEST_PAUSE_S) if more > 0 else 0.0

@@ -11,6 +11,8 @@ from functools import partial
 from typing import Any
 
 from layertap.models.devices import transfer
+from layertap.models.devices.devices import resolve_device
+from layertap.models.devices.memory import measure_available_bytes
 from layertap.models.errors import LayertapError
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry, Registry
@@ -296,6 +298,12 @@ class ModelManager:
         if budget is not None and used + entry.memory_bytes > budget:
             taken = f"model {name} took {entry.memory_bytes} bytes when it was loaded last, and "
             return f"{taken if entry.memory_bytes else ''}models in use have {used} of {budget} bytes"
+        if entry.memory_bytes and not entry.spec.devices:
+            free = measure_available_bytes(resolve_device(entry.spec.device)) + sum(
+                handle.entry.memory_bytes for handle in going
+            )
+            if entry.memory_bytes > free:
+                return f"model {name} took {entry.memory_bytes} bytes when it was loaded last, and {free} are free"
         return ""
 
     def _list_counted(self, going: Sequence[ModelHandle] = ()) -> list[ModelHandle]:

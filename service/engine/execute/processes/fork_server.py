@@ -1,6 +1,7 @@
-"""The fork server, from which hosts are forked: how it starts, and at the end its own code.
+"""Fork servers, from which hosts are forked: how they start, and at the end their own code.
 
-It has imported the libraries that hosts need, and runs one thread of Python.
+The first has imported torch; each of the others also a library, so that models wait for no import but their own. They
+run one thread of Python.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from importlib import import_module
 from layertap.models.errors import LoadError
 from layertap.service.engine.execute.processes import forking
 from layertap.service.engine.execute.processes.channel import Channel, connect
-from layertap.service.engine.execute.processes.forking import Forker
+from layertap.service.engine.execute.processes.forking import Adoption, Forker
 from layertap.service.engine.execute.processes.host import HostOptions, run_model_host
 
 FAILED = "the process that starts models' processes failed"
@@ -43,40 +44,50 @@ IMPORTS: Mapping[str, Callable[[], object]] = {  # the libraries that hosts need
 
 
 class _ForkServers:
-    """The current fork server of this process; a new one replaces it if it dies."""
+    """The fork servers of this process, by their library, or ""; a new one replaces one that dies."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._current: Forker | None = None
+        self._current: dict[str, Forker] = {}
+        self.forget()
 
-    def get(self, start: Callable[[int], int]) -> Forker:
-        """The fork server; ``start`` starts one with the descriptor of its connection, and returns its pid."""
-        with self._lock:
-            if self._current is None or self._current.has_ended:
-                self._end()
-                channel, connection = connect()
-                with ExitStack() as failed, closing(connection):
-                    failed.callback(channel.close)
-                    self._current = Forker(channel, partial(forking.end_child, start(connection.fileno())))
-                    failed.pop_all()
-            return self._current
+    def fork(self, library: str, task: HostOptions | str, name: str = "") -> Forker:
+        """A child of this process, forked by a fork server, that does a task; EOFError, OSError.
+
+        The task: that of a host, or the library of a further fork server.
+        """
+        server = self.get(library, partial(self.fork, "", library) if library else partial(_start, _start_python))
+        channel, connection = connect()
+        with ExitStack() as failed:
+            failed.callback(channel.close)
+            with closing(connection), self._adoption.adopt():
+                pid = server.fork(name, [connection.fileno()], START_SECONDS)
+            forker = Forker(channel, partial(forking.end_child, pid))
+            failed.callback(forker.close)
+            channel.send(task)
+            failed.pop_all()
+        return forker
+
+    def get(self, library: str, start: Callable[[], Forker]) -> Forker:
+        """The fork server of a library; ``start`` starts one."""
+        with self._starting:
+            server = self._current.get(library)
+            if server is None or server.has_ended:
+                if server is not None:
+                    server.close()
+                server = self._current[library] = start()
+            return server
 
     def close(self) -> None:
-        """End the fork server and its hosts."""
-        with self._lock:
-            self._end()
+        """End the fork servers; their hosts end with this process."""
+        for server in list(self._current.values()):
+            server.close()
 
     def forget(self) -> None:
-        """Close this end in a forked process, which has no other threads; the parent goes on using the fork server."""
-        self._lock = threading.Lock()
-        if self._current is not None:
-            self._current.channel.close()
-            self._current = None
-
-    def _end(self) -> None:
-        if self._current is not None:
-            self._current.close()
-            self._current = None
+        """Begin without fork servers, also in a forked process: its parent goes on using them."""
+        self._starting = threading.RLock()
+        self._adoption = Adoption()
+        while self._current:
+            self._current.popitem()[1].channel.close()
 
 
 _servers = _ForkServers()
@@ -85,26 +96,42 @@ os.register_at_fork(after_in_child=_servers.forget)
 
 
 def fork_this_process(source: str = "") -> None:
-    """Fork the fork server from this process, so that imported libraries are loaded and stored once.
+    """Fork the first fork server from this process, so that imported libraries are loaded and stored once.
 
-    It begins to import the libraries that a host of the model ``source`` needs. This process must have one thread of
-    Python and must not have computed on several threads; the fork server ends with this thread.
+    So is that of the library, if any, that a host of the model ``source`` needs: it begins to import it. This process
+    must have one thread of Python and must not have computed on several threads; fork servers end with this thread.
     """
-    _servers.get(lambda descriptor: forking.fork(partial(run, descriptor, source), FAILED))
+    for library in dict.fromkeys(("", _find_library(source))):
+        _servers.get(library, partial(_start, partial(_fork_this_process, library)))
 
 
 def start_host(options: HostOptions) -> Forker:
     """Start a host, which loads a model and reports on its channel; LoadError if it can't be started."""
-    channel, connection = connect()
     try:
-        with closing(connection):
-            server = _servers.get(_start_python)
-            pid = server.fork(options, [connection.fileno()], START_SECONDS)
+        return _servers.fork(_find_library(options.spec.source), options, options.spec.name)
     except (EOFError, OSError) as error:
-        channel.close()
         reason = f" ({error.strerror})" if isinstance(error, OSError) else ""
         raise LoadError(f"no process can be started to load it{reason}") from error
-    return Forker(channel, partial(server.end_process, pid))
+
+
+def _find_library(source: str) -> str:
+    """The library that a host of a model's source needs, or ""."""
+    kind = source.partition(":")[0]
+    return kind if kind in IMPORTS else ""
+
+
+def _start(start: Callable[[int], int]) -> Forker:
+    """A fork server; ``start`` starts it with the descriptor of its connection, and returns its pid."""
+    channel, connection = connect()
+    with ExitStack() as failed, closing(connection):
+        failed.callback(channel.close)
+        forker = Forker(channel, partial(forking.end_child, start(connection.fileno())))
+        failed.pop_all()
+    return forker
+
+
+def _fork_this_process(library: str, descriptor: int) -> int:
+    return forking.fork(partial(run, descriptor, library), FAILED)
 
 
 def _start_python(descriptor: int) -> int:
@@ -117,34 +144,39 @@ def _start_python(descriptor: int) -> int:
     return os.posix_spawn(sys.executable, arguments, os.environ, file_actions=files)
 
 
-def run(descriptor: int, source: str = "") -> None:
-    """Start hosts until the server closes the connection, which is the socket ``descriptor``.
-
-    The libraries that a host of the model ``source`` needs are imported first.
-    """
+def run(descriptor: int, library: str = "") -> None:
+    """Be a fork server until this process's parent closes the connection, which is the socket ``descriptor``."""
     # A collection would write to shared pages, which copies them, and might close a descriptor whose number is
     # already reused here.
     gc.freeze()
     gc.enable()
     os.closerange(STDERR + 1, descriptor)
     os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
-    _import_library(source)
-    with suppress(EOFError):
-        channel = Channel(socket.socket(fileno=descriptor))
-        forking.fork_on_request(channel, _prepare, run_model_host, "a model's process failed")
+    _serve(Channel(socket.socket(fileno=descriptor)), os.getppid(), library)
 
 
-def _prepare(options: HostOptions) -> str:
-    _import_library(options.spec.source)
-    return options.spec.name
-
-
-def _import_library(source: str) -> None:
-    """Import the library of a model's source, once for all hosts; if it is broken, only hosts that need it fail."""
-    kind = source.partition(":")[0]
-    if kind in IMPORTS:
+def _serve(channel: Channel, parent: int, library: str) -> None:
+    """Import a library, once for all its hosts; if it is broken, only they fail. Then start hosts."""
+    if library:
         gc.disable()  # collections during imports take a fifth of the time
         with suppress(Exception):
-            IMPORTS[kind]()
+            IMPORTS[library]()
         gc.freeze()
         gc.enable()
+    with suppress(EOFError):
+        begin = partial(_begin, parent)
+        forking.fork_on_request(channel, forking.fork_for_parent, begin, "a model's process failed")
+
+
+def _begin(parent: int, descriptor: int) -> None:
+    """Do the task that the parent, which has adopted this process by then, sends."""
+    channel = Channel(socket.socket(fileno=descriptor))
+    try:
+        task = channel.receive()
+    except EOFError:
+        return
+    forking.end_with_parent(parent)
+    if isinstance(task, HostOptions):
+        run_model_host(task, channel)
+    else:
+        _serve(channel, parent, task)

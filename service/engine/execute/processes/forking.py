@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import resource
 import select
 import signal
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
+from layertap.models.devices.memory import count_oom_kills
 from layertap.service.engine.execute.processes.channel import Channel
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37  # prctl(2)
 END_SECONDS = 60.0  # for a process that is killed
 OOM_SCORE = Path("/proc/self/oom_score_adj")
-WORKER_OOM_SCORE = "500"  # of 1000
+LOADING_OOM_SCORE, WORKER_OOM_SCORE = "1000", "500"  # of 1000
 STATUS = Path("/proc/self/status")
+Cause = Literal["killed", "memory", "crash"]  # from outside, by a system that is out of memory, or by what it ran
+_prctl = ctypes.CDLL(None, use_errno=True).prctl
 log = logging.getLogger("layertap")
 
 
@@ -30,18 +34,54 @@ def fork(work: Callable[[], object], failure: str, model: str = "") -> int:
     Errors of ``work`` are logged as ``failure``. OSError if the system allows no more processes.
     """
     parent = os.getpid()
+
+    def work_with_parent() -> None:
+        end_with_parent(parent)
+        work()
+
+    return _fork(work_with_parent, failure, model)
+
+
+def fork_for_parent(work: Callable[[], object], failure: str, model: str = "") -> int:
+    """As ``fork``, but the new process becomes a child of this one's parent, which adopts it, before this returns.
+
+    It does not end with any process until ``work`` calls ``end_with_parent``, after that parent has spoken to it.
+    """
+    reader, writer = os.pipe()
+
+    def work_alone() -> None:
+        os.close(writer)
+        work()
+
+    def fork_and_end() -> None:
+        with suppress(OSError):
+            os.write(writer, b"%d" % _fork(work_alone, failure, model))
+
+    try:
+        try:
+            between = _fork(fork_and_end, failure, model)
+        finally:
+            os.close(writer)
+        os.waitpid(between, 0)
+        pid = os.read(reader, 20)
+    finally:
+        os.close(reader)
+    if not pid:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return int(pid)
+
+
+def _fork(work: Callable[[], object], failure: str, model: str) -> int:
     pid = os.fork()
     if pid == 0:
-        run_and_exit(work, failure, model, parent)
+        run_and_exit(work, failure, model)
     return pid
 
 
-def run_and_exit(work: Callable[[], object], failure: str, model: str = "", parent: int | None = None) -> NoReturn:
-    """Run ``work``, and end with the process ``parent``, if any; then exit at once: libraries would print messages."""
+def run_and_exit(work: Callable[[], object], failure: str, model: str = "") -> NoReturn:
+    """Run ``work``, then exit at once: libraries would print messages."""
     status = 1
     try:
-        if parent is not None:
-            end_with_parent(parent)
         work()
         status = 0
     except BaseException:
@@ -50,12 +90,10 @@ def run_and_exit(work: Callable[[], object], failure: str, model: str = "", pare
         os._exit(status)
 
 
-def fork_on_request(
-    channel: Channel, prepare: Callable[[Any], str], work: Callable[..., object], failure: str
-) -> NoReturn:
-    """Serve a ``Forker``: call ``work`` in a forked process with each message and its descriptors; EOFError at the end.
+def fork_on_request(channel: Channel, fork: Callable[..., int], work: Callable[..., object], failure: str) -> NoReturn:
+    """Serve a ``Forker``: call ``work`` in a forked process with the descriptors of each message; EOFError at the end.
 
-    ``prepare`` is called before, in this process, with the message; it returns the model's name.
+    A message is the name of the process's model, or the pid of a process to end.
     """
     while True:
         message, descriptors = channel.read()
@@ -63,12 +101,12 @@ def fork_on_request(
             channel.send(end_child(message))
             continue
 
-        def work_alone(message: Any = message, descriptors: Sequence[int] = descriptors) -> None:
+        def work_alone(descriptors: Sequence[int] = descriptors) -> None:
             channel.close()
-            work(message, *descriptors)
+            work(*descriptors)
 
         try:
-            answer: int | str = fork(work_alone, failure, prepare(message))
+            answer: int | str = fork(work_alone, failure, message)
         except OSError as error:
             answer = error.strerror or ""
         for each in descriptors:
@@ -95,15 +133,50 @@ def end_with_parent(parent: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent has ended already
         os._exit(1)
 
 
-def be_killed_first() -> None:
-    """Let the kernel kill this process first when the system is out of memory."""
+class Adoption:
+    """While a block of ``adopt`` runs, this process adopts those below it whose parent ends; any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._adopts_anyway = ctypes.c_int()
+
+    @contextmanager
+    def adopt(self) -> Iterator[None]:
+        """Adopt processes inside."""
+        with self._lock:
+            if not self._blocks:
+                _prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(self._adopts_anyway))
+                _prctl(PR_SET_CHILD_SUBREAPER, 1)
+            self._blocks += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocks -= 1
+                if not self._blocks:
+                    _prctl(PR_SET_CHILD_SUBREAPER, self._adopts_anyway)
+
+
+def find_cause(status: int | None, oom_kills: int) -> Cause:
+    """What ended a process, by its exit status, None if unknown; ``oom_kills`` were counted while it ran."""
+    if status is not None and status != -signal.SIGKILL:
+        return "crash"
+    return "memory" if count_oom_kills() > oom_kills else "killed"
+
+
+def set_oom_score(score: str) -> str:
+    """Set how soon the kernel kills this process when the system is out of memory, 1000 first; returns what it was."""
+    before = WORKER_OOM_SCORE
     with suppress(OSError):
-        OOM_SCORE.write_text(WORKER_OOM_SCORE)
+        before = OOM_SCORE.read_text()
+        OOM_SCORE.write_text(score)
+    return before
 
 
 def limit_memory(more_bytes: int) -> None:
@@ -133,9 +206,9 @@ class Forker:
             return True
         return bool(poll.poll(0))
 
-    def fork(self, message: object, descriptors: Sequence[int], seconds: float) -> int:
-        """The pid of a new process, which gets a message and descriptors. EOFError; OSError if none can be started."""
-        answer = self._ask(message, descriptors, seconds)
+    def fork(self, model: str, descriptors: Sequence[int], seconds: float) -> int:
+        """The pid of a new process, which gets the descriptors. EOFError; OSError if none can be started."""
+        answer = self._ask(model, descriptors, seconds)
         if isinstance(answer, str):
             raise OSError(0, answer)
         return int(answer)

@@ -7,7 +7,6 @@ threads in a forked process would hang, because libgomp expects threads that do 
 from __future__ import annotations
 
 import gc
-import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -19,7 +18,7 @@ from typing import NoReturn, TypeVar, cast
 import torch
 
 from layertap.models.compiled.prepare import prepare_warm_plans
-from layertap.models.devices.memory import measure_private_bytes
+from layertap.models.devices.memory import count_oom_kills, measure_private_bytes
 from layertap.models.errors import Failure, LayertapError, LoadError, make_load_error
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.preprocess import LibraryProcessor
@@ -31,11 +30,14 @@ from layertap.models.spec import ModelSpec
 from layertap.service import allocator, logs
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.forking import (
-    be_killed_first,
+    LOADING_OOM_SCORE,
+    WORKER_OOM_SCORE,
     end_child,
+    find_cause,
     fork,
     fork_on_request,
     limit_memory,
+    set_oom_score,
 )
 from layertap.service.engine.execute.processes.progress import Progress, map_progress
 from layertap.service.engine.execute.processes.worker import DecodingWorker, Worker
@@ -65,13 +67,16 @@ class HostOptions:
     reload: bool = False
 
 
-def run_model_host(options: HostOptions, connection: int) -> None:
-    """Load a model, if any, describe it to the server, and start workers until the server closes the connection."""
+def run_model_host(options: HostOptions, channel: Channel) -> None:
+    """Load a model, if any, describe it to the server, and start workers until the server closes the connection.
+
+    While it loads, the kernel kills it before all others when the system is out of memory.
+    """
+    oom_score = set_oom_score(LOADING_OOM_SCORE)
     logs.configure(options.settings.log_level, logs.wants_text(options.settings.log_format))
     allocator.keep_large_blocks()
     add_search_folders(options.folders)
     torch.set_num_threads(1)
-    channel = Channel(socket.socket(fileno=connection))
     loaded = _try(partial(_load, options, channel))
     with suppress(EOFError):
         if isinstance(loaded, LayertapError):
@@ -80,9 +85,9 @@ def run_model_host(options: HostOptions, connection: int) -> None:
         info, create_worker = loaded
         gc.collect()
         gc.freeze()  # a collection would write to shared pages, which copies them
+        set_oom_score(oom_score)
         channel.send(info)
-        work = partial(_work, create_worker, options.worker_bytes)
-        fork_on_request(channel, lambda _: options.spec.name, work, "a worker failed")
+        fork_on_request(channel, fork, partial(_work, create_worker, options.worker_bytes), "a worker failed")
 
 
 def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo | None, CreateWorker]:
@@ -123,6 +128,7 @@ def run_in_copy(function: Callable[[], T]) -> T:
     LoadError if the function ends the process, or raises another error than a LayertapError.
     """
     channel, connection = connect()
+    oom_kills = count_oom_kills()
     with closing(connection):
         pid = fork(lambda: Channel(connection).send(_try(function)), "a copy of a model's process failed")
     with closing(channel):
@@ -130,7 +136,8 @@ def run_in_copy(function: Callable[[], T]) -> T:
             result = channel.receive()
         except EOFError:
             status = end_child(pid)
-            kind: Failure = "killed" if status == -signal.SIGKILL else "forward"
+            cause = find_cause(status, oom_kills)
+            kind: Failure = "forward" if cause == "crash" else cause
             raise LoadError(f"a forward ended its process (status {status})", kind=kind) from None
     end_child(pid)
     if isinstance(result, LayertapError):
@@ -164,7 +171,7 @@ def refuse_here(given: object, *_: object) -> NoReturn:
     raise NotImplementedError(f"a {type(given).__name__} is to be sent to a worker")
 
 
-def _work(create_worker: CreateWorker, worker_bytes: int, _: object, connection: int, memory: int) -> None:
-    be_killed_first()
+def _work(create_worker: CreateWorker, worker_bytes: int, connection: int, memory: int) -> None:
+    set_oom_score(WORKER_OOM_SCORE)
     limit_memory(worker_bytes)
     create_worker(map_progress(memory)).serve(Channel(socket.socket(fileno=connection)))

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
-from layertap.models.devices.memory import measure_private_bytes
-from layertap.models.errors import Failure, LayertapError, LoadError, label_failures
+from layertap.models.devices.memory import count_oom_kills, measure_private_bytes
+from layertap.models.errors import LayertapError, LoadError, label_failures
 from layertap.models.fingerprint import get_proven_part
 from layertap.models.model_info import ModelInfo
 from layertap.models.turns import build_beside, take_turn
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.fork_server import start_host
-from layertap.service.engine.execute.processes.forking import Forker
+from layertap.service.engine.execute.processes.forking import Forker, find_cause
 from layertap.service.engine.execute.processes.host import HostOptions
 from layertap.service.engine.execute.processes.progress import create_progress
 from layertap.service.engine.execute.processes.worker_process import WorkerProcess
@@ -58,8 +57,9 @@ class ModelHost:
     def load(self) -> ModelInfo | None:
         """Start the process, wait until it has loaded the model, if it has one to load, and start all workers.
 
-        LoadError if it can't, or if the model has changed; of the kind "killed" if the process was killed, does not
-        answer, or could not be started: a retry may help.
+        LoadError if it can't, or if the model has changed. A retry may help if it is of the kind "killed": the process
+        was killed from outside, or could not be started; "memory": the system was out of memory; "lost": it was too
+        slow.
         """
         with self._lock:
             self._end()
@@ -89,7 +89,7 @@ class ModelHost:
                 with closing(connection):  # else a closed other end would go unnoticed here
                     progress, memory = create_progress()
                     try:
-                        pid = forker.fork("start a worker", (connection.fileno(), memory), START_SECONDS)
+                        pid = forker.fork(self.name, (connection.fileno(), memory), START_SECONDS)
                     finally:
                         os.close(memory)
                 started = self.workers[pid] = WorkerProcess(pid, channel, progress)
@@ -124,7 +124,7 @@ class ModelHost:
             self._end()
 
     def _load(self) -> ModelInfo | None:
-        started = time.monotonic()
+        started, oom_kills = time.monotonic(), count_oom_kills()
         again = self._load_seconds > 0.0
         seconds = max(MIN_RELOAD_SECONDS, RELOAD_FACTOR * self._load_seconds) if again else LOAD_SECONDS
         with label_failures("killed"):
@@ -136,10 +136,13 @@ class ModelHost:
             answer = self._receive_model(self._forker.channel, started + seconds)
         except EOFError:
             status = self._forker.close()
-            kind: Failure = "killed" if status in (None, -signal.SIGKILL) else "other"
-            answer = LoadError(f"the process that loads it has ended (status {status})", kind=kind)
+            cause = find_cause(status, oom_kills)
+            detail = f"the process that loads it has ended (status {status})"
+            if cause == "memory":
+                detail = "the system ran out of memory, and ended the process that loads it"
+            answer = LoadError(detail, kind="other" if cause == "crash" else cause)
         except TimeoutError:
-            answer = LoadError(f"the process that loads it took more than {seconds:.0f} s", kind="killed")
+            answer = LoadError(f"the process that loads it took more than {seconds:.0f} s", kind="lost")
         if isinstance(answer, LayertapError):
             raise answer
         identity = _identify(answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from layertap.models.errors import LayertapError, out_of_memory_error
 from layertap.models.inputs.preprocess import LibraryProcessor
 from layertap.models.model_info import ModelInfo
 from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, SliceResult, UndecodedError
@@ -14,8 +15,13 @@ from layertap.service.engine.execute.model_calls import CallOutcome, ModelFuncti
 from layertap.service.engine.execute.processes.wire import Captures, SentResult, SentSpecs, ToWorker, unpack_results
 from layertap.service.engine.execute.processes.worker_decoder import WorkerDecoder
 from layertap.service.engine.execute.processes.worker_pool import WorkerPool
-from layertap.service.engine.execute.processes.worker_process import ModelLostError, PendingMessage, WorkerDiedError
-from layertap.service.errors import ForwardError, UnavailableError
+from layertap.service.engine.execute.processes.worker_process import (
+    ModelLostError,
+    PendingMessage,
+    WorkerDiedError,
+    killed_error,
+)
+from layertap.service.errors import ForwardError, UnavailableError, ending_error
 from layertap.service.inputs.items import ArraysItem, ImageItem, TextItem
 from layertap.service.settings import Settings
 
@@ -46,11 +52,19 @@ class ProcessExecutor(Executor):
 
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
         """Call the function in a worker, which is killed after so many seconds."""
-        try:
-            outcome: CallOutcome = await self.workers.ask(("call", function), seconds)
-        except WorkerDiedError:
-            raise ForwardError(DIED) from None
-        return CallOutcome(outcome.result)  # a failure ended with its worker
+        deaths = 0
+        while True:
+            try:
+                outcome: CallOutcome = await self.workers.ask(("call", function), seconds, wait_s=seconds)
+            except ModelLostError:
+                if self.workers.lost.is_set():
+                    raise
+            except WorkerDiedError as error:
+                if error.cause == "timeout" or not error.may_retry(deaths):
+                    raise explain_death(error, 1) from None
+                deaths += 1
+            else:
+                return CallOutcome(outcome.result)  # a failure ended with its worker
 
 
 class RunningBatch(PendingMessage):
@@ -105,9 +119,12 @@ class RunningBatch(PendingMessage):
             return
         try:
             joining = asyncio.get_running_loop().run_in_executor(self._decoder.pool, join)
-            joining.add_done_callback(lambda joined: self._set(joined.result()))
+            joining.add_done_callback(self._take_joined)
         except Exception as error:  # no thread can be started
             self._set(fail_batch(self._batch, error))
+
+    def _take_joined(self, joined: asyncio.Future[BatchResult]) -> None:
+        self._set(refuse(self._batch, ending_error()) if joined.cancelled() else joined.result())
 
     def _set(self, result: BatchResult) -> None:
         if not self.result.done():  # cancelled with the event loop
@@ -124,16 +141,31 @@ class RunningBatch(PendingMessage):
         return self._blame(error)
 
     def _blame(self, error: WorkerDiedError) -> BatchResult:
-        """The result of a batch whose worker died: a blamed slice runs once more, alone; the others run again."""
+        """The result of a batch whose worker died: the blamed slice, or else each, runs again alone, or is refused."""
         batch, decoder = self._batch, self._decoder
-        if error.timed_out or (error.decoding < 0 and batch.tries):  # nobody waits any more, or it was alone
-            return refuse(batch, ForwardError(DIED))
+        may_retry = error.may_retry(batch.tries)
+        if error.cause == "timeout" or (error.decoding < 0 and not may_retry):  # nobody waits any more, or it was alone
+            return refuse(batch, explain_death(error, batch.rows))
         if error.decoding < 0:
-            return BatchResult(again=[batch.take([each], tries=1) for each in batch.slices])
+            return BatchResult(again=[batch.take([each], batch.tries + 1) for each in batch.slices])
         slices = list(batch.slices)
         blamed = slices.pop(error.decoding)
         again = [batch.take(slices)] if slices else []
-        if not (batch.tries or decoder.is_out_of_time(error) or len(blamed.encoded) != 1):
-            return BatchResult(again=[*again, batch.take([blamed], tries=1)])
-        refusal = UndecodedError(decoder.refuse(error), blamed.start if len(blamed.encoded) == 1 else None)
+        is_killed, is_one = error.cause == "killed", len(blamed.encoded) == 1
+        if may_retry and (is_killed or (is_one and not decoder.is_out_of_time(error))):
+            return BatchResult(again=[*again, batch.take([blamed], batch.tries + 1)])
+        refusal = (
+            killed_error() if is_killed else UndecodedError(decoder.refuse(error), blamed.start if is_one else None)
+        )
         return BatchResult([SliceResult(error.decoding, blamed.start, blamed.stop, refusal, blamed.rows)], again=again)
+
+
+def explain_death(error: WorkerDiedError, rows: int) -> LayertapError | RuntimeError:
+    """The error for so many rows whose workers died."""
+    match error.cause:
+        case "killed":
+            return killed_error()
+        case "memory":
+            return out_of_memory_error(rows)
+        case _:
+            return ForwardError(DIED)

@@ -6,19 +6,18 @@ import asyncio
 from collections.abc import Sequence
 from typing import cast
 
-from layertap.models.errors import InputError, TooLargeError
+from layertap.models.errors import InputError, LayertapError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.service.engine.execute.decode import decode_on_device, try_to_decode
+from layertap.service.engine.execute.decode import decode_on_device, no_memory_error, try_to_decode
 from layertap.service.engine.execute.executor import Decoder
 from layertap.service.engine.execute.processes.worker_pool import WorkerPool
-from layertap.service.engine.execute.processes.worker_process import RETRY_SECONDS, WorkerDiedError
+from layertap.service.engine.execute.processes.worker_process import RETRY_SECONDS, WorkerDiedError, killed_error
 from layertap.service.engine.rows import Attempt, ItemAttempts
 from layertap.service.errors import UnavailableError
 from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.settings import Settings
 
 MAX_DECODE_ITEMS = 8  # of a request in one message
-TRIES = 2  # a worker may die for another reason than its item
 
 
 class WorkerDecoder(Decoder):
@@ -43,7 +42,7 @@ class WorkerDecoder(Decoder):
         self._kinds = kinds
 
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
-        """Decode items; one that kills two workers is refused. Raises as ``Decoder.decode``."""
+        """Decode items; one that kills workers is refused. Raises as ``Decoder.decode``."""
         for_workers = [inputs is self._known and isinstance(item, self._kinds) for item in items]
 
         def decode_here() -> list[Sequence[Attempt] | None]:
@@ -56,11 +55,13 @@ class WorkerDecoder(Decoder):
         more = iter(await self._decode(missing) if missing else ())
         return [next(more) if attempts is None else attempts for attempts in decoded]
 
-    def refuse(self, error: WorkerDiedError) -> InputError:
+    def refuse(self, error: WorkerDiedError) -> LayertapError:
         """The refusal of an item that killed a worker."""
         if self.is_out_of_time(error):
             limit = self._settings.decode_timeout_s
             return InputError(f"this input takes longer than {limit:g} s to decode", hint="send a smaller one")
+        if error.cause == "memory":
+            return no_memory_error()
         return InputError("this input ends the process that decodes it", hint="send it in another format")
 
     def is_out_of_time(self, error: WorkerDiedError) -> bool:
@@ -77,8 +78,8 @@ class WorkerDecoder(Decoder):
             return [error]
         return None if row is None else [{inputs.pictures.specs[0].name: row}]
 
-    async def _decode(self, items: Sequence[LocalItem], tries: int = TRIES) -> ItemAttempts:
-        """Decode items in a worker; an item that kills ``tries`` workers is refused.
+    async def _decode(self, items: Sequence[LocalItem], deaths: int = 0) -> ItemAttempts:
+        """Decode items in a worker; an item that kills it is refused, at last, after ``deaths`` of others.
 
         Once a worker has died, the other items have no attempts: retry each of them alone. ModelLostError,
         UnavailableError.
@@ -91,8 +92,10 @@ class WorkerDecoder(Decoder):
             blamed = error.decoding if len(items) > 1 else 0
             if blamed < 0:
                 return attempts
-            if tries > 1 and not self.is_out_of_time(error):
-                (attempts[blamed],) = await self._decode([items[blamed]], tries - 1)
+            if error.may_retry(deaths) and not self.is_out_of_time(error):
+                (attempts[blamed],) = await self._decode([items[blamed]], deaths + 1)
+            elif error.cause == "killed":
+                raise killed_error() from error
             elif error.taken:
                 attempts[blamed] = [self.refuse(error)]
             else:

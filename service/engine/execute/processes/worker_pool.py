@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from layertap.models.devices.memory import count_oom_kills
 from layertap.models.errors import LoadError
 from layertap.service.engine.batch import CPU
+from layertap.service.engine.deadline import deadline_error
+from layertap.service.engine.execute.processes.forking import find_cause
 from layertap.service.engine.execute.processes.model_host import ModelHost
 from layertap.service.engine.execute.processes.wire import ToWorker
 from layertap.service.engine.execute.processes.worker_process import (
@@ -21,6 +26,7 @@ from layertap.service.engine.execute.processes.worker_process import (
     Ended,
     ModelLostError,
     PendingMessage,
+    WorkerDiedError,
     WorkerProcess,
 )
 from layertap.service.engine.execute.threads import run_in_new_thread
@@ -56,6 +62,7 @@ class WorkerPool:
         self._rows_wait = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._oom_kills = (count_oom_kills(),) * 2  # a second ago or two, then the latest count
 
     def start(self, on_idle: Callable[[], None]) -> None:
         """Begin to send messages to the workers; ``on_idle`` is called when a new, idle worker is added."""
@@ -79,9 +86,13 @@ class WorkerPool:
             self._end_late()
         return worker
 
-    async def ask(self, message: ToWorker, seconds: float) -> Any:
-        """The answer of the next idle worker, which is ended after so many seconds; errors of ``PendingMessage``."""
+    async def ask(self, message: ToWorker, seconds: float, wait_s: float = math.inf) -> Any:
+        """The answer of the next idle worker, which is ended after so many seconds; errors of ``PendingMessage``.
+
+        DeadlineError if none is idle for ``wait_s`` seconds.
+        """
         pending = PendingMessage(message, seconds)
+        pending.expires = time.monotonic() + wait_s
         if self.lost.is_set():
             raise ModelLostError
         if self._idle:
@@ -105,6 +116,8 @@ class WorkerPool:
         """Give a worker the next message that waits, or make it idle."""
         while self._waiting:
             pending = self._waiting.popleft()
+            if pending.expires <= time.monotonic():
+                pending.settle(deadline_error())
             if not pending.result.done():  # its caller has not gone
                 if self._timer is None:
                     self._end_late()
@@ -113,44 +126,54 @@ class WorkerPool:
         self._idle.append(worker)
         self.idle[CPU] = len(self._idle)
 
-    def _free(self, worker: WorkerProcess, ended: Ended) -> bool:
-        """Use a worker again, or replace it if it has ended; returns whether the host has ended, too."""
+    def _free(self, worker: WorkerProcess, ended: Ended, pending: PendingMessage | None, outcome: Any) -> None:
+        """Use a worker again, or replace it if it has ended; settle its message."""
+        settle = pending.settle if pending is not None else lambda outcome: None
         if worker not in self._workers:  # it was ended before
-            return False
-        if not ended:
+            settle(outcome)
+        elif not ended:
             self._add(worker)
-            return False
-        if self.host.has_ended:
+            settle(outcome)
+        elif self.host.has_ended:
             self._bury_host()
-            return True
-        self._workers.remove(worker)
-        if worker in self._idle:
-            self._idle.remove(worker)
-            self.idle[CPU] = len(self._idle)
-        worker.close()
-        task = asyncio.get_running_loop().create_task(self._start_another(worker.pid, ended, self.lost))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return False
+            settle(ModelLostError())
+        else:
+            self._workers.remove(worker)
+            if worker in self._idle:
+                self._idle.remove(worker)
+                self.idle[CPU] = len(self._idle)
+            worker.close()
+            task = asyncio.get_running_loop().create_task(self._replace(worker.pid, ended, settle, outcome, self.lost))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def _end_late(self) -> None:
         """End the workers whose messages are late, now and every second until all workers are idle."""
         for worker in list(self._workers):
             worker.expire()
+        self._oom_kills = self._oom_kills[1], count_oom_kills()
         is_busy = len(self._idle) < len(self._workers)
         self._timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._end_late) if is_busy else None
 
-    async def _start_another(self, pid: int, reason: RestartReason, lost: asyncio.Event) -> None:
-        """Start a worker in the place of a dead one; retry until the host is ``lost``."""
+    async def _replace(
+        self, pid: int, ended: RestartReason, settle: Callable[[Any], None], outcome: Any, lost: asyncio.Event
+    ) -> None:
+        """End a worker, settle its message, and start another one; retry until the host is ``lost``."""
         name, host = self.host.name, self.host
         status = None
-        with suppress(RuntimeError):  # no thread can be started; the host ends it in the end
-            status = await run_in_new_thread(f"end-{name}", partial(host.end_worker, pid))
-        reason = find_reason(status) if reason == "unknown" else reason
+        if ended != "unknown":
+            settle(outcome)
+        try:
+            with suppress(RuntimeError):  # no thread can be started; the host ends it in the end
+                status = await run_in_new_thread(f"end-{name}", partial(host.end_worker, pid))
+        finally:
+            if ended == "unknown":
+                ended = find_reason(status)
+                settle(self._find_cause(outcome, status))
         log.warning(
-            "a worker is replaced", extra={"fields": {"model": name, "pid": pid, "reason": reason, "status": status}}
+            "a worker is replaced", extra={"fields": {"model": name, "pid": pid, "reason": ended, "status": status}}
         )
-        host.on_restart(name, reason)
+        host.on_restart(name, ended)
         while not lost.is_set():
             try:
                 worker = await run_in_new_thread(f"start-{name}", host.start_worker)
@@ -171,6 +194,15 @@ class WorkerPool:
                 elif worker not in self._workers:
                     worker.channel.close()
                 return
+
+    def _find_cause(self, outcome: Any, status: int | None) -> Any:
+        """The outcome of a message whose worker has ended with this status, None if its host has ended, too."""
+        if status is None:
+            return ModelLostError()
+        if isinstance(outcome, WorkerDiedError):
+            outcome.cause = find_cause(status, self._oom_kills[0])
+            self._oom_kills = (count_oom_kills(),) * 2
+        return outcome
 
     def _welcome(self, worker: WorkerProcess) -> None:
         """Add a worker that has just been started."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from layertap.service.engine.execute.processes.channel import MAX_PACKET_BYTES, Channel, pack, share
+from layertap.service.engine.execute.processes.forking import Cause
 from layertap.service.engine.execute.processes.progress import Progress
 from layertap.service.engine.execute.processes.wire import SentSpecs, ToWorker
 from layertap.service.errors import UnavailableError
@@ -17,8 +18,10 @@ from layertap.service.types import RestartReason
 
 RETRY_SECONDS = 5.0
 GRACE_SECONDS = 1.0  # after the deadline
+# How often a message is sent again, alone, whose worker died: of that cause, or because the message's time was over.
+MORE_TRIES: Mapping[Cause | Literal["timeout"], int] = {"killed": 4, "memory": 1, "crash": 1, "timeout": 1}
 Ended = RestartReason | Literal[""]  # why a worker has ended, if it has; "unknown" if it was not the server
-OnFree = Callable[["WorkerProcess", Ended], bool]
+OnFree = Callable[["WorkerProcess", Ended, "PendingMessage | None", Any], None]
 
 
 class ModelLostError(Exception):
@@ -29,15 +32,24 @@ class ModelLostError(Exception):
 class WorkerDiedError(Exception):
     """A worker ended, or was killed, before it answered.
 
-    ``taken``: it may have died because of the message, which it has read. ``timed_out``: it exceeded its time limit.
-    ``decoding``: the number of the item that it was decoding, and ``decode_seconds`` for how long; -1 if it was
-    decoding none.
+    ``cause``: why; "timeout" if the server ended it. ``taken``: it had read the message. ``decoding``: the number of
+    the item that it was decoding, and ``decode_seconds`` for how long; -1 if it was decoding none.
     """
 
+    cause: Cause | Literal["timeout"]
     taken: bool
-    timed_out: bool
     decoding: int
     decode_seconds: float
+
+    def may_retry(self, deaths: int) -> bool:
+        """Whether to send the message again, alone, if ``deaths`` workers had died of it before this one."""
+        return deaths < MORE_TRIES[self.cause]
+
+
+def killed_error() -> UnavailableError:
+    """The error for a message whose workers were killed from outside, again and again."""
+    detail = f"the process that computes the answer was killed {1 + MORE_TRIES['killed']} times"
+    return UnavailableError(detail, hint="something outside of the server kills it", retry_after=RETRY_SECONDS)
 
 
 class PendingMessage:
@@ -45,11 +57,11 @@ class PendingMessage:
 
     ``result``: the answer, or the error why there is none: WorkerDiedError if the worker dies, or is ended;
     ModelLostError if it was dead before, or the host has ended; UnavailableError if the message can't be sent, or the
-    answer can't be received. ``deadline``: once it is sent, when the worker is ended, on the clock of
-    ``time.monotonic``.
+    answer can't be received. On the clock of ``time.monotonic``: it is not sent after ``expires``; ``deadline``, once
+    it is sent, is when the worker is ended.
     """
 
-    deadline = math.inf
+    deadline = expires = math.inf
 
     def __init__(self, message: ToWorker, seconds: float) -> None:
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -91,10 +103,9 @@ class WorkerProcess:
         self._taken = 0  # messages, before that one
 
     def start(self, on_free: OnFree) -> None:
-        """Begin to take messages; ``on_free`` is called before one is settled, and when the process ends.
+        """Begin to take messages; ``on_free`` is called with each answered one, and when the process ends.
 
-        Its second argument is why the process has ended, or "" if it has answered. It returns whether the host has
-        ended, too.
+        It gets why the process has ended, or "", and the message, if any, which it settles, with its outcome.
         """
         self._on_free = on_free
         self._loop = asyncio.get_running_loop()
@@ -112,7 +123,7 @@ class WorkerProcess:
     def expire(self) -> None:
         """End it if its message has missed the deadline."""
         if self._pending is not None and self._pending.deadline + GRACE_SECONDS <= time.monotonic():
-            self._finish(self._describe_death(timed_out=True), "timeout")
+            self._finish(self._describe_death("timeout"), "timeout")
 
     def close(self) -> None:
         """Hang up on the process; the message that it has, if any, gets a ModelLostError."""
@@ -153,7 +164,7 @@ class WorkerProcess:
         """The worker has died, or can't be asked: its message was not sent, or its answer is lost."""
         taken = self.progress.taken > self._taken
         if isinstance(error, EOFError):
-            self._finish(self._describe_death(), "unknown")
+            self._finish(self._describe_death("crash"), "unknown")
             return
         detail = "an answer could not be received"
         if not taken:
@@ -167,15 +178,14 @@ class WorkerProcess:
             refusal = error
         self._finish(refusal, "failure" if taken else "")
 
-    def _describe_death(self, *, timed_out: bool = False) -> WorkerDiedError | ModelLostError:
+    def _describe_death(self, cause: Cause | Literal["timeout"]) -> WorkerDiedError | ModelLostError:
         taken, decoding, since = self.progress.taken > self._taken, self.progress.item, self.progress.since
-        if not (taken or timed_out):
+        if not taken and cause != "timeout":
             return ModelLostError()
-        return WorkerDiedError(taken, timed_out, decoding, time.monotonic() - since if decoding >= 0 else 0.0)
+        return WorkerDiedError(cause, taken, decoding, time.monotonic() - since if decoding >= 0 else 0.0)
 
     def _finish(self, outcome: Any, ended: Ended) -> None:
-        """Be free for the next message, or be replaced, and settle this one."""
+        """Be free for the next message, or be replaced."""
         pending, self._pending = self._pending, None
-        lost = self._on_free(self, ended)
-        if pending is not None:
-            pending.settle(ModelLostError() if lost else outcome)
+        unasked: Ended = "" if pending is not None else "failure"  # an answer without a question
+        self._on_free(self, ended or unasked, pending, outcome)

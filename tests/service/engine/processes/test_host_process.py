@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from layertap.models.digits import spec as digits
+from tests.service.engine.processes.test_decoding_executor import has_ended
 from tests.service.engine.processes.test_trouble import parent
 from tests.service.gated_server import wait_until
 from tests.service.load_server import process
@@ -103,22 +104,32 @@ def list_sockets(pid: int) -> set[str]:
 
 @pytest.mark.slow
 def test_serve(tmp_path: Path) -> None:
-    """The copy holds none of the server's sockets; killed, another one takes its place; all processes end together."""
+    """The copy holds none of the server's sockets; killed, it takes no model with it, and another one takes its place.
+
+    All processes end with the server, however that ends.
+    """
     request = raw(Path("examples/digit.png").read_bytes(), "image/png", layers="pool")
-    with process([digits()], tmp_path, LAYERTAP_WORKERS="2") as server:
-        good = httpx.post(f"{server.url}/extract", **request)
-        assert good.status_code == 200
-        before = descendants(server.running.pid)
-        (copy,) = [pid for pid in before if parent(pid) == server.running.pid]
-        assert len(before) == 4  # the copy, a host, and its two workers
-        for pid in before:
-            assert not list_sockets(pid) & list_sockets(server.running.pid)
-        os.kill(copy, signal.SIGKILL)
-        wait_until(lambda: not Path(f"/proc/{before[-1]}").exists())
-        again = httpx.post(f"{server.url}/extract", timeout=60, **request)
-        assert again.json()["features"] == good.json()["features"]
-        after = descendants(server.running.pid)
-        assert not set(after) & set(before)
-        server.running.send_signal(signal.SIGTERM)
-        assert server.running.wait(END_S) == 0
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (*before, *after)))
+    for way, status in ((signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)):
+        with process([digits()], tmp_path, LAYERTAP_WORKERS="2") as server:
+            good = httpx.post(f"{server.url}/extract", **request)
+            assert good.status_code == 200
+            before = descendants(server.running.pid)
+            copy, host, *workers = before
+            assert [parent(pid) for pid in before] == [server.running.pid] * 2 + [host] * 2
+            for pid in before:
+                assert not list_sockets(pid) & list_sockets(server.running.pid)
+            os.kill(copy, signal.SIGKILL)
+            wait_until(lambda: not list_sockets(copy))
+            again = httpx.post(f"{server.url}/extract", **request)
+            assert again.json()["features"] == good.json()["features"]
+            assert not any(has_ended(pid) for pid in (host, *workers))
+            os.kill(host, signal.SIGKILL)
+            again = httpx.post(f"{server.url}/extract", timeout=60, **request)
+            assert again.json()["features"] == good.json()["features"]
+            after = descendants(server.running.pid)
+            assert not set(after) & set(before)
+            for pid in after:  # what hangs ends, too
+                os.kill(pid, signal.SIGSTOP if way == signal.SIGKILL else signal.SIGCONT)
+            server.running.send_signal(way)
+            assert server.running.wait(END_S) == status
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (*before, *after)))
