@@ -1,7 +1,8 @@
-"""Turns of models that load in this process and its hosts: they are built concurrently, and measured one at a time.
+"""Turns of models that load in this process and its hosts: they are built and measured beside each other.
 
-Measured times decide how rows are scheduled, and two models measured at once would slow each other down. Building may
-last as long as a download, or a compilation: other models do not wait for it.
+Measured times decide how rows are scheduled, and two models measured at once would slow each other down. So a
+measurement waits for what began a short time ago: most models are built and measured by then. It does not wait for a
+model that takes long to build, to download or to measure.
 
 Only module construction is serial within a process: torch has one generator and one default dtype for all threads.
 Libraries have global state, too: while transformers constructs a module it replaces functions of torch, and of two
@@ -10,61 +11,53 @@ overlapping constructions the second would restore the first one's replacements,
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from threading import Condition, RLock
 
 import torch
 
-TURN_TIMEOUT_S = 30.0  # the model that is being measured may hang
-BUILD_WAIT_S = 2.0  # most models are built in less, at full CPU load
+TURN_TIMEOUT_S = 30.0  # in which others may begin all the time; the model that runs may hang
+HEAD_START_S = 2.0  # most models are built in less, at full CPU load
 
 
 class Turns:
-    """The builds and the measurement in progress; any thread may call the methods."""
+    """The builds and measurements in progress; any thread may call the methods."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._changed = Condition()
-        self._builds: dict[object, float] = {}  # start times
-        self._measuring = False
+        self._begun: dict[object, float] = {}  # when each began
 
     @contextmanager
     def build(self) -> Iterator[None]:
-        """Build a model inside, without waiting; no measurement starts in its first ``BUILD_WAIT_S``."""
+        """Build a model inside, without waiting; no measurement starts in its first ``HEAD_START_S``."""
         build = object()
         with self._changed:
-            self._builds[build] = time.monotonic()
+            self._begun[build] = self._clock()
         try:
             yield
         finally:
             with self._changed:
-                del self._builds[build]
+                del self._begun[build]
                 self._changed.notify_all()
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure a model inside, after a bounded wait for other measurements and recently started builds."""
-        deadline = time.monotonic() + TURN_TIMEOUT_S
-        with self._changed:
-            while (wait := self._estimate_wait()) > 0 and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(min(wait, left))
-            has_turn = not self._measuring
-            self._measuring = True
-        try:
+        """Measure a model inside, after a bounded wait for recently started builds and measurements."""
+        deadline = self._clock() + TURN_TIMEOUT_S
+        with ExitStack() as stack:
+            with self._changed:
+                while (wait := min(deadline, self._find_end()) - self._clock()) > 0:
+                    self._changed.wait(wait)
+                stack.enter_context(self.build())
             yield
-        finally:
-            if has_turn:  # else the turn is another's to give back
-                with self._changed:
-                    self._measuring = False
-                    self._changed.notify_all()
 
-    def _estimate_wait(self) -> float:
-        """Estimated seconds until a turn may begin; 0 if it may now."""
-        if self._measuring:
-            return TURN_TIMEOUT_S
-        youngest = max(self._builds.values(), default=0.0)
-        return max(youngest + BUILD_WAIT_S - time.monotonic(), 0.0) if self._builds else 0.0
+    def _find_end(self) -> float:
+        """When the head start of everything in progress ends."""
+        return max(self._begun.values(), default=-math.inf) + HEAD_START_S
 
 
 _TURNS = Turns()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -26,6 +29,25 @@ class Doomed(nn.Module):
             self.broken.append(WAYS[number])
         for breaks in self.broken[-1:]:
             breaks()
+        out: Tensor = self.linear(x)
+        return out
+
+
+class Killed(nn.Module):
+    """A row kills its process so often as its first number is above the limit; a file has a byte for each forward."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.path = path
+
+    def forward(self, x: Tensor) -> Tensor:
+        if int(x[:, 0].amax()) > LIMIT:
+            with Path(self.path).open("ab") as file:
+                file.write(b".")
+                file.flush()
+                if file.tell() <= int(x[:, 0].amax()) - LIMIT:
+                    os.kill(os.getpid(), signal.SIGKILL)
         out: Tensor = self.linear(x)
         return out
 
@@ -69,4 +91,8 @@ def _exit() -> None:
     raise SystemExit(0)
 
 
-WAYS: dict[int, Callable[[], None]] = {LIMIT + 1: _model, LIMIT + 2: _exit}
+def _abort() -> None:
+    os._exit(3)
+
+
+WAYS: dict[int, Callable[[], None]] = {LIMIT + 1: _model, LIMIT + 2: _exit, LIMIT + 3: _abort}

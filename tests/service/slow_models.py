@@ -34,6 +34,14 @@ class GatedForward(Scores):
         return super().forward(x)
 
 
+class GatedBoth(GatedForward):
+    """Both of these."""
+
+    def __init__(self, built: str, ran: str) -> None:
+        wait_for_file(built)
+        super().__init__(ran)
+
+
 class HangsOnWide(nn.Module):
     """Never gives anything of a picture that is not as wide as it is high."""
 

@@ -78,6 +78,16 @@ def test_larger_than_the_budget(serve: Serve) -> None:
         assert states(live) == {"a": "failed"}
 
 
+def test_larger_than_what_is_free(serve: Serve) -> None:
+    """A model that took more memory than is free now is refused before it is loaded again."""
+    with serve(lazy("a")) as live:
+        assert post_rows(live, model="a").status_code == 200
+        assert live.client.post("/models/a/unload").status_code == 200
+        live.engine.manager.registry.get_entry("a").memory_bytes = 2**60
+        assert f"took {2**60} bytes" in problem(post_rows(live, model="a"), 503, seconds=True)["detail"]
+        assert states(live) == {"a": "available"}
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_measured(serve: Serve, workers: int) -> None:
     """What a model takes is measured: its weights, and with processes of its own what these have for themselves."""

@@ -83,14 +83,45 @@ finally:
     killing.join()
 """
 
-SCRIPTS = {"copies": COPIES, "killed": KILLED}
+# While a library is imported for one model, which takes as long as it takes, another model loads.
+BESIDE = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from layertap.models.digits import spec
+from layertap.models.spec import ModelSpec
+from layertap.service.settings import Settings
+from layertap.service.engine.execute.processes import fork_server
+from layertap.service.engine.execute.processes.loading import load_in_host
+
+gate = Path(sys.argv[1])
+
+def wait_for_gate():
+    gate.with_suffix(".begun").touch()
+    while not gate.exists():
+        time.sleep(0.01)
+
+fork_server.IMPORTS = {"torchvision": wait_for_gate}
+fork_server.fork_this_process()
+slow = ModelSpec("slow", "torchvision:squeezenet1_1", weights="random:0", device="cpu")
+with ThreadPoolExecutor(1) as pool:
+    loading = pool.submit(load_in_host, slow, Settings(workers=1), None, print)
+    while not gate.with_suffix(".begun").exists():
+        time.sleep(0.01)
+    load_in_host(spec(), Settings(workers=1), None, print).host.close()
+    assert not loading.done()
+    gate.touch()
+    loading.result().host.close()
+"""
+
+SCRIPTS = {"copies": COPIES, "killed": KILLED, "beside": BESIDE}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
-def test_process(script: str) -> None:
+def test_process(script: str, tmp_path: Path) -> None:
     """Whatever the process does, it ends, and all is as it says."""
-    ended = subprocess.run([sys.executable, "-c", script], timeout=START_S, check=False)
+    ended = subprocess.run([sys.executable, "-c", script, tmp_path / "gate"], timeout=START_S, check=False)
     assert ended.returncode == 0
 
 
@@ -103,33 +134,35 @@ def list_sockets(pid: int) -> set[str]:
 
 
 @pytest.mark.slow
-def test_serve(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "status"), [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
+def test_serve(tmp_path: Path, way: signal.Signals, status: int) -> None:
     """The copy holds none of the server's sockets; killed, it takes no model with it, and another one takes its place.
 
-    All processes end with the server, however that ends.
+    All processes end with the server, also those that hang.
     """
     request = raw(Path("examples/digit.png").read_bytes(), "image/png", layers="pool")
-    for way, status in ((signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)):
-        with process([digits()], tmp_path, LAYERTAP_WORKERS="2") as server:
-            good = httpx.post(f"{server.url}/extract", **request)
-            assert good.status_code == 200
-            before = descendants(server.running.pid)
-            copy, host, *workers = before
-            assert [parent(pid) for pid in before] == [server.running.pid] * 2 + [host] * 2
-            for pid in before:
-                assert not list_sockets(pid) & list_sockets(server.running.pid)
-            os.kill(copy, signal.SIGKILL)
-            wait_until(lambda: not list_sockets(copy))
-            again = httpx.post(f"{server.url}/extract", **request)
-            assert again.json()["features"] == good.json()["features"]
-            assert not any(has_ended(pid) for pid in (host, *workers))
-            os.kill(host, signal.SIGKILL)
-            again = httpx.post(f"{server.url}/extract", timeout=60, **request)
-            assert again.json()["features"] == good.json()["features"]
-            after = descendants(server.running.pid)
-            assert not set(after) & set(before)
-            for pid in after:  # what hangs ends, too
-                os.kill(pid, signal.SIGSTOP if way == signal.SIGKILL else signal.SIGCONT)
-            server.running.send_signal(way)
-            assert server.running.wait(END_S) == status
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (*before, *after)))
+    with process([digits()], tmp_path, LAYERTAP_WORKERS="2") as server:
+        good = httpx.post(f"{server.url}/extract", **request)
+        assert good.status_code == 200
+        before = descendants(server.running.pid)
+        copy, host, *workers = before
+        assert [parent(pid) for pid in before] == [server.running.pid] * 2 + [host] * 2
+        for pid in before:
+            assert not list_sockets(pid) & list_sockets(server.running.pid)
+        os.kill(copy, signal.SIGKILL)
+        wait_until(lambda: has_ended(copy))
+        again = httpx.post(f"{server.url}/extract", timeout=60, **request)
+        assert again.json()["features"] == good.json()["features"]
+        assert not any(has_ended(pid) for pid in (host, *workers))
+        os.kill(host, signal.SIGKILL)
+        wait_until(lambda: has_ended(host))
+        again = httpx.post(f"{server.url}/extract", timeout=60, **request)
+        assert again.json()["features"] == good.json()["features"]
+        after = descendants(server.running.pid)
+        assert len(after) == 4
+        assert not set(after) & set(before)
+        for pid in after if way == signal.SIGKILL else ():
+            os.kill(pid, signal.SIGSTOP)
+        server.running.send_signal(way)
+        assert server.running.wait(END_S) == status
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in (*before, *after)))

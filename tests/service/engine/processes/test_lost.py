@@ -104,22 +104,31 @@ def test_noticed_while_idle(serve: Serve) -> None:
 
 @pytest.mark.slow
 def test_killed_while_loading(serve: Serve, tmp_path: Path) -> None:
-    """A model whose process the system kills while it is surveyed is tried again, not failed for good."""
-    gate = tmp_path / "gate"
-    begun = Path(f"{gate}.begun")
-    spec = slow_spec("GatedForward", "slow", args={"gate": str(gate)})
-    with serve(Configuration((digits(), spec), "digits"), wait=False, workers=1) as live:
-        wait_until(lambda: begun.exists() and bool(begun.read_text()))
-        loading = int(begun.read_text())
-        begun.unlink()
-        os.kill(loading, signal.SIGKILL)
-        wait_until(lambda: state(live, "slow") == "failed")
-        assert "(status -9)" in live.client.get("/models/slow").json()["reason"]
-        wait_until(begun.exists)  # another one has begun
-        gate.touch()
-        wait_until(lambda: state(live, "slow") == "ready")
-        assert ask(live, "slow").status_code == 200
-        wait_until(lambda: live.client.get("/readyz").status_code == 200)
+    """A model whose process is killed while it is built or surveyed is loading, not failed, and its requests wait.
+
+    Until it is loaded, its processes are the first that the system kills.
+    """
+    built, ran = (tmp_path / "built", tmp_path / "ran")
+    spec = slow_spec("GatedBoth", "slow", args={"built": str(built), "ran": str(ran)}, load="lazy")
+    with serve(configured(spec), workers=1) as live, ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask, live, "slow")
+        for gate in (built, ran):
+            begun = Path(f"{gate}.begun")
+            wait_until(lambda begun=begun: begun.exists() and bool(begun.read_text()))  # type: ignore[misc]
+            loading = int(begun.read_text())
+            assert read_oom_score(loading) == 1000
+            begun.unlink()
+            os.kill(loading, signal.SIGKILL)
+            wait_until(begun.exists)  # another one has begun
+            assert state(live, "slow") == "loading"
+            gate.touch()
+        assert asking.result().status_code == 200
+        (worker,) = list_pids(live, "slow")
+        assert [read_oom_score(pid) for pid in (parent(worker), worker)] == [read_oom_score(os.getpid()), 500]
+
+
+def read_oom_score(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.execute.processes.loading import HostedModel
 from layertap.service.engine.execute.processes.process_executor import ProcessExecutor
 from layertap.service.engine.execute.processes.worker_process import WorkerDiedError
+from layertap.service.errors import DeadlineError
 from layertap.service.inputs.items import TextItem
 from tests.marks import slow
 from tests.server import Live
@@ -41,10 +43,17 @@ PICTURES_SENT = 30
 
 
 @pytest.fixture(scope="module")
-def fatal(serve: Serve) -> Iterator[Live]:
-    """A server of a model whose decoder can't be trusted, and of one that ends its process."""
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file in which a model notes its forwards."""
+    return tmp_path_factory.mktemp("killed") / "forwards"
+
+
+@pytest.fixture(scope="module")
+def fatal(serve: Serve, killed: Path) -> Iterator[Live]:
+    """A server of a model whose decoder can't be trusted, and of two that end their process."""
     limits = {"decode_timeout_s": DECODE_TIMEOUT_S, "worker_memory_bytes": 512 * MIB}
-    with serve(configured(PICTURES, fatal_model_spec("Doomed")), workers=2, **limits) as live:
+    specs = PICTURES, fatal_model_spec("Doomed"), fatal_model_spec("Killed", args={"path": str(killed)})
+    with serve(configured(*specs), workers=2, **limits) as live:
         yield live
 
 
@@ -123,10 +132,8 @@ def test_decoder_in_a_request(fatal: Live) -> None:
     assert detail in found["detail"]
 
 
-def send_row(live: Live, value: float) -> Any:
-    return live.client.post(
-        "/extract", **raw(npy(rows(1, value)), "application/x-npy", model="doomed", layers="linear")
-    )
+def send_row(live: Live, value: float, model: str = "doomed") -> Any:
+    return live.client.post("/extract", **raw(npy(rows(1, value)), "application/x-npy", model=model, layers="linear"))
 
 
 def test_worker_killed(fatal: Live) -> None:
@@ -147,6 +154,37 @@ def test_worker_killed(fatal: Live) -> None:
         else:
             pytest.fail("a worker that was killed is still there")
     assert fatal.client.get("/readyz").status_code == 200
+
+
+@pytest.mark.parametrize(("times", "status"), [(4, 200), (5, 503)])
+def test_killed_again_and_again(fatal: Live, killed: Path, times: int, status: int) -> None:
+    """A forward whose process is killed from outside has not crashed: it is tried again, alone, up to four times."""
+    killed.write_bytes(b"")
+    reply = send_row(fatal, 1000.0 + times, "killed")
+    assert reply.status_code == status
+    if status == 503:
+        assert "was killed 5 times" in problem(reply, 503, seconds=True)["detail"]
+    assert killed.stat().st_size == 5
+
+
+def test_waits_too_long(fatal: Live) -> None:
+    """What has waited for a worker until nobody needs it is not sent."""
+    executor = fatal.engine.manager.handles["pictures"].executor
+    assert isinstance(executor, ProcessExecutor)
+    workers = executor.workers
+
+    async def ask_busy() -> None:
+        wait_until(lambda: len(workers._idle) == 2)
+        busy = [workers.take(), workers.take()]
+        asking = asyncio.ensure_future(workers.ask(("decode", []), seconds=60.0, wait_s=0.0))
+        await asyncio.sleep(0)
+        for worker in busy:
+            workers._add(worker)
+        with pytest.raises(DeadlineError):
+            await asking
+        assert await workers.ask(("decode", []), seconds=60.0, wait_s=60.0) == []
+
+    fatal.run(ask_busy())
 
 
 def test_worker_stopped(fatal: Live) -> None:
@@ -195,7 +233,7 @@ def test_restarts_are_counted(serve: Serve) -> None:
 def test_lasting_failure(fatal: Live) -> None:
     """What a model has done to itself ends with its worker: the next request finds another one, which is whole."""
     good = send_row(fatal, 1.0)
-    for mark in (1001.0, 1002.0):  # it raises whatever it is given; it asks its process to exit
+    for mark in (1001.0, 1002.0, 1003.0):  # it raises whatever it is given; it asks its process to exit; it exits
         problem(send_row(fatal, mark), 500)
         for _ in range(4):
             check_same([send_row(fatal, 1.0)], [good])
