@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.service.nets_http import Log
 
 LIMIT = 1000  # the survey's noise is far below
+KILLS = range(1, 10)
 
 
 class Doomed(nn.Module):
@@ -34,7 +35,7 @@ class Doomed(nn.Module):
 
 
 class Killed(nn.Module):
-    """A row kills its process so often as its first number is above the limit; a file has a byte for each forward."""
+    """Its process is killed as often as a row's first number is above the limit; a file has a byte for each forward."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -42,11 +43,11 @@ class Killed(nn.Module):
         self.path = path
 
     def forward(self, x: Tensor) -> Tensor:
-        if int(x[:, 0].amax()) > LIMIT:
-            with Path(self.path).open("ab") as file:
+        times = int(x[:, 0].amax()) - LIMIT
+        if times in KILLS:
+            with Path(self.path).open("ab", buffering=0) as file:
                 file.write(b".")
-                file.flush()
-                if file.tell() <= int(x[:, 0].amax()) - LIMIT:
+                if file.tell() <= times:
                     os.kill(os.getpid(), signal.SIGKILL)
         out: Tensor = self.linear(x)
         return out
