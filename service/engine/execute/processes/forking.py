@@ -218,6 +218,8 @@ class Forker:
         with suppress(EOFError, OSError):
             status: int | None = self._ask(pid, (), END_SECONDS)
             return status
+        with suppress(ChildProcessError):  # it has ended with its parent; this process may have adopted it
+            os.waitpid(pid, os.WNOHANG)
         return None
 
     def kill(self) -> int | None:

@@ -170,12 +170,12 @@ class ModelHost:
 
     def _end(self) -> None:
         """End the process, and its workers with it."""
-        for worker in list(self.workers.values()):
-            worker.channel.close()
-        self.workers.clear()
         if self._forker is not None:
             self._forker.close()
-            self._forker = None
+        for worker in list(self.workers.values()):
+            worker.channel.close()
+            self.end_worker(worker.pid)
+        self._forker = None
 
 
 def _identify(info: ModelInfo | None) -> object:
