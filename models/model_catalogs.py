@@ -17,7 +17,7 @@ from layertap.models.catalog.resized_catalog import CallsDifferError, SizeRecord
 from layertap.models.catalog.survey import name_input_errors, survey
 from layertap.models.catalog.trials import RepeatedRun, try_padding
 from layertap.models.devices import memory
-from layertap.models.devices.costs import add_reading, make_costs, measure_forward
+from layertap.models.devices.costs import add_reading, make_costs, measure_forward, time_call
 from layertap.models.devices.devices import use_threads
 from layertap.models.errors import SelectorError, out_of_memory_error
 from layertap.models.explanations.map_layers import find_last_sensitive, find_map_layers
@@ -36,6 +36,7 @@ from layertap.models.spec import InputSpec, Shapes
 MAX_CATALOGS = 16  # one for each recent shape of input; texts of 8 to 131,072 tokens have 15 lengths
 MAX_RESUMPTIONS = 16  # one for each recent layer to resume from, and shape of input
 MAX_GRAD_CAM_LAYERS = 32  # one for each recent objective of Grad-CAM, classes aside
+UNLIKE = 4.0  # a forward of another shape that takes so many times as long as expected counts as it is
 QUICK_S = 0.5  # CPU-seconds of a forward for which one thread is enough: further threads would only spin
 
 
@@ -284,9 +285,20 @@ class ModelCatalogs(CatalogCache):
         threads = self._threads if self.configured.costs.speedup > 1 else 1  # as many as a request's forward uses
         with torch.no_grad(), use_threads(threads), name_input_errors(specs):
             row = make_noise(specs, self._device, self._inputs.dtype, rows=1)
-            row_bytes = memory.measure_peak_bytes(watch, row, self._module, self._device)
+            row_bytes, seconds = time_call(
+                lambda: memory.measure_peak_bytes(watch, row, self._module, self._device), self._device
+            )
         catalog = resize_catalog(self.configured, self._module, recorder, self._prefix_tokens)
-        return replace(catalog, costs=replace(catalog.costs, row_bytes=row_bytes))
+        costs = replace(catalog.costs, row_bytes=row_bytes)
+        speedup = costs.speedup if threads > 1 else 1.0
+        unlike = UNLIKE * costs.estimate_seconds(1)
+        if seconds * speedup > unlike and seconds < QUICK_S:  # what watches it may be the reason
+            with torch.no_grad(), use_threads(threads):
+                _, seconds = time_call(lambda: self._forward(copy_rows(row)), self._device)
+        if seconds * speedup > unlike:
+            catalog = replace(catalog, seconds=catalog.seconds * seconds * speedup / costs.estimate_seconds(1))
+            costs = replace(costs, per_row=seconds * speedup - costs.base)
+        return replace(catalog, costs=costs)
 
     def _make_row(self, specs: Sequence[InputSpec]) -> dict[str, Tensor]:
         return make_noise_row(specs, self._device, self._inputs.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -514,6 +515,22 @@ class Encoder(nn.Module):
 
 def _x(*shape: int) -> tuple[InputSpec, ...]:
     return (InputSpec("x", shape),)
+
+
+class SlowOnWide(nn.Module):
+    """Takes its time for pictures that are wider than high."""
+
+    SECONDS = 0.25
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] > x.shape[-2]:
+            time.sleep(self.SECONDS)
+        out: Tensor = self.conv(x)
+        return out
 
 
 INPUTS: dict[str, tuple[InputSpec, ...]] = {

@@ -10,7 +10,7 @@ import json
 import logging
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,9 +133,14 @@ def _is_clear(speedups: Sequence[float]) -> bool:
 
 def _measure_seconds(forward: Forward, rows: Inputs, device: torch.device) -> float:
     batch = {name: value.clone() for name, value in rows.items()}
+    return time_call(lambda: forward(batch), device)[1]
+
+
+def time_call(function: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """What a function returns, and the seconds until the device has computed it."""
     start = _now(device)
-    forward(batch)
-    return max(_now(device) - start, 1e-6)
+    result = function()
+    return result, max(_now(device) - start, 1e-6)
 
 
 def _now(device: torch.device) -> float:

@@ -20,7 +20,7 @@ from layertap.models.hooks import attach
 from layertap.models.replica import call_module
 from tests.conftest import Loader, net_spec
 from tests.loading import load_model
-from tests.nets import batch
+from tests.nets import SlowOnWide, batch
 
 CPU = torch.device("cpu")
 FLOAT = 4  # bytes
@@ -137,6 +137,13 @@ def test_another_shape(load_fresh_net: Loader) -> None:
     growth = larger.seconds / model.catalog.seconds
     assert growth > 2
     assert larger.costs.per_row == pytest.approx(model.catalog.costs.per_row * growth)
+
+
+def test_shape_that_takes_long() -> None:
+    """A model whose time does not grow as what its layers return costs what it was seen to take."""
+    model = load_model(replace(net_spec("Chain"), source="python:tests.nets:SlowOnWide"))
+    costs = [model.catalogs.survey((shape,)).costs.estimate_seconds(1) for shape in ((3, 9, 8), (3, 8, 9))]
+    assert costs[0] < SlowOnWide.SECONDS <= costs[1]
 
 
 # Costs in catalogues
