@@ -34,6 +34,10 @@ class StopForward(BaseException):
     """Raised to leave the forward when nothing is pending. Not an Exception, which models catch."""
 
 
+class ForwardEnded(BaseException):
+    """Raised to end a forward that nobody wants any more. Not an Exception, which models catch."""
+
+
 class _OutputCall(RunningCall):
     def end(self, output: object) -> object:
         changes = self.on_call(self.number, output) or {}
@@ -212,6 +216,21 @@ def observe_calls(module: nn.Module, enter: OnModuleCall, leave: OnModuleCall) -
         for part in list_observed(module):
             ATTACH["input"](stack, part, partial(enter, part))
             ATTACH["output"](stack, part, partial(leave, part))
+        yield
+
+
+@contextmanager
+def end_forwards(module: nn.Module, must_end: Callable[[], bool]) -> Iterator[None]:
+    """Once ``must_end`` says so, raise ForwardEnded: now, or before the next call of a module, until the block ends."""
+
+    def check(*_: object) -> None:
+        if must_end():
+            raise ForwardEnded
+
+    check()
+    with ExitStack() as stack:
+        for part in list_observed(module):
+            stack.callback(nn.Module.register_forward_pre_hook(part, check).remove)
         yield
 
 

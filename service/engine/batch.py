@@ -255,16 +255,29 @@ class BatchFailures:
 
 
 @dataclass(frozen=True)
-class BatchResult:
-    """Outcome of a batch: one result or several for each slice that is not in ``again``.
+class LastingFailure:
+    """Why a model can't answer any more in this process; ``of_device``: no other model of the process can, either.
 
-    ``again``: batches to rerun because their process died. ``failure``: why this process can't answer any more, if so.
+    ``ended``: where something of the model hangs, done once that has ended after all; until then it holds its thread
+    and its slots.
+    """
+
+    reason: str
+    of_device: bool = False
+    ended: asyncio.Future[Any] | None = None
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """Outcome of a batch: one result or several for each slice that is not in ``again``; none if it hangs.
+
+    ``again``: batches to rerun because their process died. ``failure``: why the model can't answer any more, if so.
     ``crossing``: which layer showed that rows of this model affect each other, if one did.
     """
 
     results: Sequence[SliceResult] = ()
     failures: BatchFailures = field(default_factory=BatchFailures)
-    failure: str = ""
+    failure: LastingFailure | None = None
     again: Sequence[Batch] = ()
     crossing: str = ""
 

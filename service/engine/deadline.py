@@ -19,10 +19,10 @@ class RunInThread(Protocol):
         """The function's result; ``deadline`` is a moment on the monotonic clock."""
 
 
-async def wait_until(deadline: float, awaited: Awaitable[T]) -> T:
-    """Await until a deadline on the monotonic clock; DeadlineError when it passes."""
+async def wait_until(deadline: float | None, awaited: Awaitable[T]) -> T:
+    """Await until a deadline on the monotonic clock, if there is one; DeadlineError when it passes."""
     try:
-        async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+        async with asyncio.timeout(None if deadline is None else max(deadline - time.monotonic(), 0.0)):
             return await awaited
     except TimeoutError:
         raise deadline_error() from None

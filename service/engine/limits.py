@@ -16,6 +16,7 @@ from layertap.service.pictures.panels import ResultInfo
 from layertap.service.pictures.sheet import check_sheet
 from layertap.service.settings import Settings
 
+OVERRUN = 4  # a survey may take so many times as long as expected
 SURVEY_ROWS = 6  # rows that a survey runs: 1 first, 1 timed, 3 in one forward, 1 for memory
 
 
@@ -86,21 +87,33 @@ def check_sizes(sizes: Sequence[ResultSize], rows: int, reply: ReplyOptions) -> 
     return text_bytes
 
 
-def check_survey(model: ModelInfo, shapes: Shapes, settings: Settings) -> None:
-    """TooLargeError for a shape so large that surveying it would block the model for too long."""
+def limit_survey(model: ModelInfo, shapes: Shapes, settings: Settings) -> float:
+    """Seconds that a survey of a shape may take; TooLargeError if it is expected to take too long.
+
+    What is expected grows with the size of the shape. What a survey really takes is limited too, because the time of a
+    model may grow with the square.
+    """
+    limit = settings.deadline_s / 4
     if model.catalogs.get_catalog(shapes) is not None:
-        return
+        return limit
     # With several inputs, take the largest ratio: it is unknown which layers depend on which input.
     tower = model.model_inputs.for_shapes(shapes)
     catalog = model.get_catalog(tower)
     ratio = max(prod(new) / prod(known) for new, known in zip(shapes, tower.shapes, strict=True))
     one = min(catalog.seconds, catalog.costs.estimate_seconds(1))  # noise only adds
-    seconds, limit = SURVEY_ROWS * ratio * one, settings.deadline_s / 4
+    seconds = SURVEY_ROWS * ratio * one
     if ratio > 1 and seconds > limit:
-        raise TooLargeError(
-            f"an input of this shape would take about {seconds:.0f} s to get to know, the limit is {limit:.0f} s",
-            hint=f"send shape {show_shapes(tower.shapes)}, or configure the model for larger ones",
+        raise survey_error(
+            model, shapes, f"would take about {seconds:.0f} s to get to know, the limit is {limit:.0f} s"
         )
+    return max(limit, OVERRUN * seconds)
+
+
+def survey_error(model: ModelInfo, shapes: Shapes, reason: str) -> TooLargeError:
+    """The error for a shape whose survey takes too long."""
+    usual = show_shapes(model.model_inputs.for_shapes(shapes).shapes)
+    hint = f"send shape {usual}, or configure the model for larger ones"
+    return TooLargeError(f"an input of this shape {reason}", hint=hint)
 
 
 def show_shapes(shapes: Shapes) -> str:

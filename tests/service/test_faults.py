@@ -19,7 +19,7 @@ from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT, process
 from tests.service.queue_harness import extract_request, post
 from tests.service.server_process import descendants, fatal_model_spec
-from tests.service.support import configured, problem, rows
+from tests.service.support import configured, picture, problem, raw, rows
 
 END_S, LOST_S = 30, 5
 FAILING = """
@@ -52,12 +52,19 @@ DEADLINE = {"LAYERTAP_DEADLINE_S": "30", "LAYERTAP_REPLICAS": "1"}
 
 
 def test_failure_that_lasts(serve: Serve) -> None:
-    """A model that fails for good: every request gets 503 with the reason, never 200 again."""
+    """A model that fails for good: its requests get 503 with the reason until it is loaded again; others answer."""
     with serve(configured(fatal_model_spec("Doomed")), replicas=1) as doomed:
-        for value in (LIMIT + 1, 1.0):
-            found = problem(post(doomed, extract_request(rows(1, value), "doomed", "linear")), 503, seconds=True)
-            assert "restarted" in str(found)
-            wait_until(lambda: doomed.client.get("/livez").status_code == 503)
+        assert post(doomed, extract_request(rows(1, LIMIT + 1), "doomed", "linear")).status_code == 503
+        found = problem(post(doomed, extract_request(rows(1), "doomed", "linear")), 503, seconds=True)
+        assert found["detail"] == "model doomed has failed: it fails whatever it is given (RuntimeError)"
+        assert found["hint"] == "POST /models/doomed/load tries again"
+        assert doomed.client.get("/livez").status_code == 200
+        problem(doomed.client.get("/readyz"), 503, seconds=True)
+        digit = raw(picture(), "image/png", layers="pool", model="digits")
+        assert doomed.client.post("/extract", **digit).status_code == 200
+        assert doomed.client.post("/models/doomed/load").status_code == 200
+        assert post(doomed, extract_request(rows(1), "doomed", "linear")).status_code == 200
+        assert doomed.client.get("/readyz").status_code == 200
 
 
 @pytest.mark.slow

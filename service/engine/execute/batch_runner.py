@@ -27,7 +27,15 @@ from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
 from layertap.models.row_check import has_same_row, select_row
 from layertap.models.selection.plan import Capture
-from layertap.service.engine.batch import Batch, BatchFailures, BatchResult, Results, RowSlice, SliceResult
+from layertap.service.engine.batch import (
+    Batch,
+    BatchFailures,
+    BatchResult,
+    LastingFailure,
+    Results,
+    RowSlice,
+    SliceResult,
+)
 from layertap.service.engine.execute.threads import wrap_error
 from layertap.service.engine.prepared_request import ForwardSpec
 from layertap.service.engine.rows import Rows
@@ -45,7 +53,7 @@ class BatchRunner:
         self._crossing = ""
         self._check_every = check_every
         self._failures = BatchFailures()
-        self._failure = ""
+        self._failure: LastingFailure | None = None
         self._model = model
         self._replica = replica
         self._batch = batch
@@ -61,7 +69,7 @@ class BatchRunner:
             self._failure = self._failure or find_lasting_failure(wrapped, self._model, self._replica)
             results = _refuse(parts, wrapped)
         if self._replica.forward.lost:
-            self._failure = self._failure or f"a forward of model {self._model.spec.name} has overwritten its weights"
+            self._failure = self._failure or LastingFailure("a forward has overwritten its weights")
         return BatchResult(results, self._failures, self._failure, crossing=self._crossing)
 
     def _attempt(self, parts: Sequence[Part]) -> list[SliceResult]:
@@ -71,7 +79,7 @@ class BatchRunner:
         """
         outcome: list[SliceResult] | LayertapError | RuntimeError = []
         if not self._must_split(parts):
-            outcome = RuntimeError(self._failure) if self._failure else self._try(parts)
+            outcome = RuntimeError(self._failure.reason) if self._failure else self._try(parts)
         if isinstance(outcome, list):
             return outcome if outcome and not self._must_split(parts) else self._attempt_each(_cut(parts, 1))
         # Outside the except block, so that the failed forward's tensors are freed.
@@ -248,20 +256,20 @@ def _keep(row_slice: RowSlice, tensors: Mapping[Capture, ReducedTensor], shared:
     return joined.add(row_slice.start, row_slice.stop, results)
 
 
-def find_lasting_failure(error: BaseException, model: LoadedModel, replica: Replica) -> str:
-    """Why this process must be restarted after a forward's error; empty if it can go on.
+def find_lasting_failure(error: BaseException, model: LoadedModel, replica: Replica) -> LastingFailure | None:
+    """Why the model can't answer any more after a forward's error; None if it can.
 
-    A failed assertion in a kernel lasts, and so does damage that a model did to itself; an odd input for which no
-    kernel can be started does not.
+    A failed assertion in a kernel lasts, for all models of the process, and so does damage that a model did to itself;
+    an odd input for which no kernel can be started does not.
     """
     if isinstance(error, LayertapError) or error.__cause__ is None:
-        return ""
+        return None
     probe_error = model.probe(replica)
     if probe_error is None:
-        return ""
+        return None
     if isinstance(probe_error, torch.AcceleratorError):
-        return "a device gives nothing but errors"
-    return f"model {model.spec.name} fails whatever it is given ({type(probe_error).__name__})"
+        return LastingFailure("a device gives nothing but errors", of_device=True)
+    return LastingFailure(f"it fails whatever it is given ({type(probe_error).__name__})")
 
 
 def _cut(parts: Sequence[Part], size: int) -> list[list[Part]]:

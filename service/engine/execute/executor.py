@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,7 +22,7 @@ from layertap.models.errors import LayertapError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel, MultiDeviceModel
 from layertap.models.model_info import ModelInfo
-from layertap.service.engine.batch import Batch, BatchResult
+from layertap.service.engine.batch import Batch, BatchResult, LastingFailure
 from layertap.service.engine.execute.batch_runner import BatchRunner, refuse
 from layertap.service.engine.execute.decode import try_to_decode
 from layertap.service.engine.execute.model_calls import CallOutcome, ModelFunction, call_model
@@ -30,6 +33,7 @@ from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
+HANG_MARGIN_S = 5.0  # beyond the deadline of a request that came when the work began
 Extend = Callable[[], Batch | None]  # lets waiting rows join a batch that was started; returns them as a batch
 
 
@@ -94,18 +98,20 @@ class Executor(ABC):
         """Run a batch on an idle replica of its device: in one forward, or in several if that fails.
 
         The replica is no longer idle when this returns. An executor that decodes a batch's pictures calls ``extend``
-        before the forward until no rows join. Errors are in the result: the future never fails.
+        before the forward until no rows join. Errors are in the result: the future never fails. A batch that hangs
+        has a failure for its result.
         """
 
     @abstractmethod
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
-        """Call a picklable function with a picklable result on the next idle replica.
+        """Call a picklable function with a picklable result on the next idle replica; if cancelled, it is ended.
 
-        It may be stopped after so many seconds. ForwardError if it ends its process, ModelLostError, UnavailableError.
+        OverdueError once it has run for so many seconds; ForwardError if it ends its process, ModelLostError,
+        UnavailableError. A call that hangs has a failure for its outcome.
         """
 
     async def close(self) -> None:
-        """Release the model; none of its code runs once this returns."""
+        """Release the model; once this returns, none of its code runs but what hangs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._workers is not None:
             await self._workers.close()
@@ -126,7 +132,11 @@ class Executor(ABC):
 
 
 class InProcessExecutor(Executor):
-    """Runs forwards in one thread per replica, on one device or several. Batches come decoded."""
+    """Runs forwards in one thread per replica, on one device or several. Batches come decoded.
+
+    Nothing can end a thread: what it runs hangs once nobody can wait for it any more. A replica whose function hangs
+    is idle again only once that has ended after all.
+    """
 
     def __init__(
         self, model: LoadedModel | MultiDeviceModel, settings: Settings, decoder: Decoder | None = None
@@ -137,6 +147,7 @@ class InProcessExecutor(Executor):
         devices = [name for name, part in parts.items() for _ in part.replicas]
         super().__init__(model, devices, decoder or Decoder(settings, settings.cpu_threads))
         self._check_shared = settings.check_shared
+        self._longest_s = settings.deadline_s + HANG_MARGIN_S
         self._threads: list[WorkerThread] = []
         self._running = [0] * len(devices)  # functions of each thread
 
@@ -159,30 +170,58 @@ class InProcessExecutor(Executor):
         del extend
         idle = zip(self.devices, self._running, strict=True)
         number = next(number for number, each in enumerate(idle) if each == (batch.device, 0))
-        result: asyncio.Future[BatchResult] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[BatchResult] = loop.create_future()
+        ended: asyncio.Future[Any] = loop.create_future()
 
         def settle(found: BatchResult | None, error: Exception | None) -> None:
+            late.cancel()
             self._count(number, -1)
-            if not result.done():  # cancelled with the event loop
+            if not result.done():  # cancelled with the event loop, or it hung
                 result.set_result(found if found is not None else fail_batch(batch, error))
+            ended.set_result(None)
+
+        def give_up() -> None:
+            if not result.done():
+                result.set_result(BatchResult(failure=self._describe_hang(ended)))
 
         self._count(number, 1)
+        late = loop.call_later(self._longest_s, give_up)
         self._threads[number].post(BatchRunner(*self._replicas[number], batch, self._check_shared).run, settle)
         return result
 
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
-        """Call the function in the first replica's thread, after its queued tasks; a thread can't be stopped."""
-        del seconds
+        """Call the function in the first replica's thread, after its queued tasks; it is ended between modules."""
+        cancelled = threading.Event()
+
+        def call() -> CallOutcome:
+            end = time.monotonic() + seconds
+            return call_model(*self._replicas[0], function, lambda: cancelled.is_set() or time.monotonic() > end)
+
         self._count(0, 1)
-        called = self._threads[0].run(partial(call_model, *self._replicas[0], function))
+        called = self._threads[0].run(call)
         called.add_done_callback(lambda _: self._count(0, -1))
-        return await called
+        hung_at = time.monotonic() + self._longest_s
+        try:
+            return await asyncio.shield(called)
+        except asyncio.CancelledError:
+            cancelled.set()
+            await asyncio.wait([called], timeout=max(hung_at - time.monotonic(), 0.0))
+            if called.done():
+                raise
+            return CallOutcome(None, self._describe_hang(called))
 
     async def close(self) -> None:
-        """End the workers, and the threads once they have run their functions."""
+        """End the workers, and the threads once they have run their functions; those that hang are abandoned."""
         await super().close()
-        for thread in self._threads:
-            await thread.close()
+        for thread, running in zip(self._threads, self._running, strict=True):
+            if running:
+                thread.shutdown()
+            else:
+                await thread.close()
+
+    def _describe_hang(self, ended: asyncio.Future[Any]) -> LastingFailure:
+        return LastingFailure(f"a forward has not ended after {self._longest_s:g} s", ended=ended)
 
     def _count(self, number: int, change: int) -> None:
         """Count the functions that a replica's thread runs or will run: without any it is idle."""

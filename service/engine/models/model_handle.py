@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,12 +23,13 @@ from layertap.models.resume.resumption import Resumption
 from layertap.models.row_check import write_note
 from layertap.models.selection.plan import ResolvedObjective, Tap
 from layertap.models.spec import Shapes
-from layertap.service.engine.batch import CPU
+from layertap.service.engine.batch import CPU, LastingFailure
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.executor import Executor
 from layertap.service.engine.execute.model_calls import ask_catalogs
 from layertap.service.engine.execute.processes.worker_process import ModelLostError
 from layertap.service.engine.execute.threads import run_in_new_thread
+from layertap.service.engine.models.surveys import Surveys
 from layertap.service.engine.schedule.batch_key_cache import BatchKeyCache
 from layertap.service.engine.schedule.pace import Pace
 from layertap.service.engine.schedule.scheduler import ScheduledModel, Scheduler
@@ -94,7 +96,8 @@ class ModelHandle:
         self._has_loaded = False
         self._scheduler = scheduler
         self._settings = settings
-        self._calling = asyncio.Lock()
+        self._surveys = Surveys()
+        self._failures: list[LastingFailure] = []  # since it was loaded
         self._life: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._live())
 
     @property
@@ -128,32 +131,38 @@ class ModelHandle:
         """The error for requests to a model that is not available."""
         if self.error is None:
             return unloading_error(self.name, 1.0)
-        detail = f"model {self.name} could not be loaded: {self.error.detail}"
+        is_lost = isinstance(self.error, LoadError) and self.error.kind == "lost"
+        what = "has failed" if is_lost else "could not be loaded"
+        detail = f"model {self.name} {what}: {self.error.detail}"
         hint = "; ".join(filter(None, (self.error.hint, f"POST /models/{self.name}/load tries again")))
         return UnavailableError(detail, hint=hint, retry_after=FAILED_RETRY_S)
 
-    async def survey(self, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
+    async def survey(
+        self, shapes: Shapes, deadline: float, *, functions: bool = False, seconds: float = math.inf
+    ) -> Catalog:
         """The catalogue of rows of a shape; InputError if the model does not take them, DeadlineError.
 
-        With ``functions`` it has the return values of functions.
+        With ``functions`` it has the return values of functions. OverdueError if it takes more than so many
+        ``seconds``.
         """
         catalogs = self.model.catalogs
         find, keep = partial(catalogs.get_catalog, shapes, functions=functions), partial(catalogs.put_catalog, shapes)
-        return await self._find_or_ask(find, keep, deadline, ModelCatalogs.survey, shapes=shapes, functions=functions)
+        ask = partial(ask_catalogs, method=ModelCatalogs.survey, shapes=shapes, functions=functions)
+        return await self._find_or_ask(("survey", shapes, functions), find, keep, ask, deadline, seconds)
 
     async def verify_resumption(self, start: Tap, shapes: Shapes, deadline: float) -> Resumption:
         """How forwards of a shape resume from a tensor; SelectorError if they can't, DeadlineError."""
         known, key = self.model.catalogs.resumptions, (start.point, shapes)
+        ask = partial(ask_catalogs, method=ModelCatalogs.verify_resumption, start=start, shapes=shapes)
         find, keep = partial(known.get, key), partial(known.put, key)
-        return await self._find_or_ask(
-            find, keep, deadline, ModelCatalogs.verify_resumption, start=start, shapes=shapes
-        )
+        return await self._find_or_ask(("resumption", *key), find, keep, ask, deadline)
 
     async def find_grad_cam_layer(self, objective: ResolvedObjective, deadline: float) -> Tap:
         """The last layer with maps on which an objective depends; SelectorError if there is none, DeadlineError."""
         known = self.model.catalogs.grad_cam_layers
+        ask = partial(ask_catalogs, method=ModelCatalogs.find_grad_cam_layer, objective=objective)
         find, keep = partial(known.get, objective), partial(known.put, objective)
-        return await self._find_or_ask(find, keep, deadline, ModelCatalogs.find_grad_cam_layer, objective=objective)
+        return await self._find_or_ask(("grad_cam", objective), find, keep, ask, deadline)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -187,7 +196,7 @@ class ModelHandle:
             self.changed.clear()
             await self.changed.wait()
 
-    async def ask_again(self, ask: Callable[[], Awaitable[T]], deadline: float) -> T:
+    async def ask_again(self, ask: Callable[[], Awaitable[T]], deadline: float | None = None) -> T:
         """The result of ``ask``, called again if the model was lost meanwhile; DeadlineError, UnavailableError."""
         while True:
             try:
@@ -275,8 +284,8 @@ class ModelHandle:
             # On a GPU, forwards only overlap.
             parallel = sum(device == CPU for device in executor.devices) or len(set(executor.devices))
             self.pace = Pace(model, key, len(executor.devices), parallel)
-            on_idle, on_crossing = self.changed.set, self._note_crossing
-            self._scheduler.add_model(ScheduledModel(self.key, self.name, executor, self.pace, on_idle, on_crossing))
+            callbacks = self.changed.set, self._note_crossing, self._note_failure
+            self._scheduler.add_model(ScheduledModel(self.key, self.name, executor, self.pace, *callbacks))
             if key.padded_rows is not None:
                 await self._try_padding(key.padded_rows)
         except BaseException:
@@ -295,11 +304,27 @@ class ModelHandle:
         fields = {"model": self.name, "layer": layer, "shared_answers": shared_answers}
         log.error("rows of a model affect each other: from now on each runs alone", extra={"fields": fields})
 
+    def _note_failure(self, failure: LastingFailure) -> None:
+        """The loaded model can't answer any more: refuse its requests at once, until all that hangs has ended."""
+
+        def recover(_: asyncio.Future[Any]) -> None:
+            self._failures.remove(failure)
+            if self.state == "failed" and not self._failures:
+                log.warning("a model answers again", extra={"fields": {"model": self.name}})
+                self._accept()
+
+        self._failures.append(failure)
+        if failure.ended is not None:
+            failure.ended.add_done_callback(recover)
+        if self.state == "ready":
+            log.error("a model has failed", extra={"fields": {"model": self.name, "reason": failure.reason}})
+            self._refuse(LoadError(failure.reason, kind="lost"))
+
     async def _try_padding(self, rows: int) -> None:
         """If padding to ``rows`` rows changes the bits of results, isolate all requests; LoadError."""
         function = partial(LoadedModel.is_batch_invariant, rows=rows)
         try:
-            is_invariant = await self._scheduler.call(self.key, function, lambda _: None, float("inf"), float("inf"))
+            is_invariant = await self._scheduler.call(self.key, function)
         except LayertapError:
             raise
         except ModelLostError as error:
@@ -313,17 +338,21 @@ class ModelHandle:
             log.warning("rows move bits in a batch: each request runs alone", extra={"fields": {"model": self.name}})
 
     def _succeed(self) -> None:
-        self.error = None
-        self._scheduler.refuse(self.key, None)
-        self.entry.recover(self.model)
-        self.last_used = time.monotonic()
-        self._set("ready")
+        self._accept()
         fields = {
             "model": self.name,
             "device": ", ".join(self.devices),
             "seconds": round(time.monotonic() - self._began, 1),
         }
         log.info("a model is loaded", extra={"fields": fields})
+
+    def _accept(self) -> None:
+        """From now on requests are answered."""
+        self.error = None
+        self._scheduler.refuse(self.key, None)
+        self.entry.recover(self.model)
+        self.last_used = time.monotonic()
+        self._set("ready")
 
     def _fail(self, error: Exception) -> None:
         """Note why the model can't be loaded, and fail the requests that wait for it."""
@@ -332,6 +361,11 @@ class ModelHandle:
         kind: Failure = refusal.kind if isinstance(refusal, LoadError) else "other"
         exc_info = error if kind in OWN_CODE else None
         log.error("a model could not be loaded", exc_info=exc_info, extra={"fields": fields})
+        self._refuse(refusal)
+
+    def _refuse(self, refusal: LayertapError) -> None:
+        """From now on requests are refused with an error of which this is the reason, those that wait, too."""
+        kind: Failure = refusal.kind if isinstance(refusal, LoadError) else "other"
         reason = f"{refusal.detail}; {refusal.hint}" if refusal.hint else refusal.detail
         self.entry.fail(reason, kind or "other")
         self.error = refusal
@@ -340,24 +374,25 @@ class ModelHandle:
 
     async def _find_or_ask(
         self,
+        key: Hashable,
         find: Callable[[], T | None],
         keep: Callable[[T], None],
+        ask: Callable[[LoadedModel], T],
         deadline: float,
-        method: Callable[..., T],
-        **arguments: Any,
+        seconds: float = math.inf,
     ) -> T:
-        """The result of ``find``, or else of a method of the catalogues, which is kept; DeadlineError, its errors."""
+        """The result of ``find``, or else that of a survey, which is kept; DeadlineError, its errors."""
         if (found := find()) is not None:
             return found
-        limit_s = max(deadline - time.monotonic(), self._settings.deadline_s)
-        function = partial(ask_catalogs, method=method, **arguments)
-        call = partial(self._scheduler.call, self.key, function, keep, deadline, limit_s)
-        await wait_until(deadline, self._calling.acquire())  # one at a time, as long as its caller waits
-        try:
-            found = find()  # the previous caller may have asked the same
-            return found if found is not None else cast("T", await self.ask_again(call, deadline))
-        finally:
-            self._calling.release()
+
+        async def find_or_survey() -> T:
+            found = find()  # an earlier survey may have found it
+            if found is None:
+                found = cast("T", await self.ask_again(partial(self._scheduler.survey, self.key, ask, seconds)))
+                keep(found)
+            return found
+
+        return await self._surveys.ask(key, find_or_survey, deadline)
 
     def _end_loading(self) -> None:
         if self._life is not None:

@@ -29,7 +29,15 @@ from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import Shapes
 from layertap.service.engine.deadline import RunInThread, wait_until
 from layertap.service.engine.execute.item_rows import PredictedRows, find_preprocessed_by, is_reshaped, predict_rows
-from layertap.service.engine.limits import check_count, check_reply_size, check_results, check_survey, show_shapes
+from layertap.service.engine.execute.model_calls import OverdueError
+from layertap.service.engine.limits import (
+    check_count,
+    check_reply_size,
+    check_results,
+    limit_survey,
+    show_shapes,
+    survey_error,
+)
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.prepare.planned_request import Fingerprints, PlannedRequest
 from layertap.service.engine.request import MAX_LAYERS, ExtractRequest, SentInputs
@@ -199,10 +207,16 @@ class Planner:
         return replace(planned, resumption=resumption, catalog=resumption.catalog, catalog_shapes=shapes)
 
     async def survey(self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
-        """The catalogue of a shape, measured if it is not known; with ``functions`` also what functions return."""
-        check_survey(handle.model, shapes, self._settings)
+        """The catalogue of a shape, measured if it is not known; with ``functions`` also what functions return.
+
+        InputError, TooLargeError.
+        """
+        limit = limit_survey(handle.model, shapes, self._settings)
         try:
-            return await handle.survey(shapes, deadline, functions=functions)
+            return await handle.survey(shapes, deadline, functions=functions, seconds=limit)
+        except OverdueError:
+            reason = f"takes more than {limit:.0f} s to get to know, far more than expected"
+            raise survey_error(handle.model, shapes, reason) from None
         except InputError as error:
             fields = {"model": handle.name, "shape": show_shapes(shapes)}
             log.info("a model's forward raised", exc_info=error, extra={"fields": fields})

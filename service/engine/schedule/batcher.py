@@ -238,14 +238,23 @@ class Batcher:
             self._devices[CPU].free += 1
             self._running_waits -= 1
             return
-        queue = self._queues[task.key]
         self._devices[task.device].free += task.slots
+        self._devices[task.device].lost.discard(task)
+        queue = self._queues.get(task.key)
+        if queue is None:  # it hung, and its model is gone
+            return
         queue.running_rows -= task.rows
         queue.model.running_rows -= task.rows
         queue.model.used_seconds += (seconds - task.seconds) * task.slots  # measured, not expected
         queue.decode_seconds += SMOOTHING * (decode_seconds / task.rows - queue.decode_seconds)
         for row_slice in task.slices:
             row_slice.job.slowdown = seconds / task.seconds if task.seconds else 1.0
+
+    def lose(self, batch: Batch) -> bool:
+        """A batch hangs: it keeps its slots until ``finish``. Returns whether its device has any others."""
+        device = self._devices[batch.device]
+        device.lost.add(batch)
+        return sum(each.slots for each in device.lost) < device.slots
 
     # In which order
 

@@ -1,18 +1,19 @@
-"""Starts what the batcher selects: batches in their models' executors, decoding and calls on slots of the CPU."""
+"""Starts what the batcher selects: batches in their models' executors, decoding on slots of the CPU; and surveys."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Job, Results
+from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, Job, LastingFailure, Results
 from layertap.service.engine.deadline import deadline_error
 from layertap.service.engine.execute.executor import Executor, fail_batch
 from layertap.service.engine.execute.model_calls import ModelFunction
@@ -27,7 +28,6 @@ from layertap.service.metrics import Metrics
 from layertap.service.timings import Span
 from layertap.service.types import Priority
 
-T = TypeVar("T")
 LONGEST_S = 86_400.0  # a timer can't be infinite
 EARLY_S = 0.05  # event loop timers may end so much too soon, because its clock has milliseconds
 log = logging.getLogger("layertap")
@@ -39,7 +39,7 @@ class ScheduledModel:
 
     ``busy`` counts its running batches and functions, ``on_idle`` is called when it has none. ``on_crossing`` is called
     when its rows turn out to affect each other, with the layer that showed it and the number of ``shared_answers``
-    before. ``make_error`` is set while the model can't be asked.
+    before; ``on_failure`` when it can't answer any more. ``make_error`` is set while the model can't be asked.
     """
 
     key: str
@@ -48,6 +48,7 @@ class ScheduledModel:
     pace: Pace
     on_idle: Callable[[], None]
     on_crossing: Callable[[str, int], None]
+    on_failure: Callable[[LastingFailure], None]
     busy: int = 0
     shared_answers: int = 0
     make_error: Callable[[], Exception] | None = None
@@ -56,9 +57,9 @@ class ScheduledModel:
 class Scheduler:
     """Starts the batches, decodes and calls of all models. For the event loop only.
 
-    ``failure``: why this process can't answer any more, if so (CUDA needs a new process after some device errors);
-    ``on_failure`` is called with it once. ``gpu_streams``: the most forwards that run on a GPU at once. ``batcher``
-    decides what waits and what runs next.
+    ``failure``: why this process can't answer any more, if so (CUDA needs a new process after some device errors, and
+    forwards that hang keep their slots); ``on_failure`` is called with it once. ``gpu_streams``: the most forwards that
+    run on a GPU at once. ``batcher`` decides what waits and what runs next.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class Scheduler:
         self._idle: dict[str, Mapping[str, int]] = {}  # the idle replicas of each model, by device
         self._jobs: set[Job] = set()  # that wait or run
         self._tasks: set[asyncio.Future[Any]] = set()  # the loop itself keeps no reference
+        # Surveys run beside forwards, in none of their slots: however many wait, these get half of the time at least.
+        self._surveys = asyncio.Semaphore(max(slots - 1, 1))
         self._noted: set[str] = set()  # models whose executors know that rows of theirs wait
 
     def add_model(self, model: ScheduledModel) -> None:
@@ -108,7 +111,15 @@ class Scheduler:
             if job.prepared.key.model == key and make_error is not None:
                 job.fail(make_error())
 
-    def fail_permanently(self, reason: str) -> None:
+    def _fail(self, model: ScheduledModel, failure: LastingFailure) -> Exception:
+        """Refuse the requests of a model, or all if a device has failed; returns the error for them."""
+        if failure.of_device:
+            self._fail_permanently(failure.reason)
+        else:
+            model.on_failure(failure)
+        return failure_error(self.failure) if model.make_error is None else model.make_error()
+
+    def _fail_permanently(self, reason: str) -> None:
         """Stop answering for good: all waiting requests get UnavailableError."""
         if not self.failure:
             self.failure = reason
@@ -158,54 +169,21 @@ class Scheduler:
         UnavailableError.
         """
         model = self._get_model(key)
+        answer: asyncio.Future[ItemAttempts] = asyncio.get_running_loop().create_future()
 
-        async def decode() -> ItemAttempts:
-            started = time.perf_counter()
-            attempts = await model.executor.decode(items, inputs)
-            seconds = time.perf_counter() - started
-            model.pace.add_decode(seconds / self.slots, count_rows(attempts))
-            self._metrics.count("busy_seconds_total", model.name, CPU, by=seconds)
-            return attempts
-
-        return await self._run_in_slot(model, decode, priority, deadline)
-
-    async def call(
-        self, key: str, function: ModelFunction, keep: Callable[[Any], None], deadline: float, limit_s: float
-    ) -> Any:
-        """The result of a function of a model. ``keep`` is called with it even if the caller has gone.
-
-        DeadlineError; ModelLostError. The call may be stopped after ``limit_s`` seconds.
-        """
-        model = self._get_model(key)
-
-        async def call() -> Any:
-            outcome = await model.executor.call(function, limit_s)
-            if outcome.failure:
-                self.fail_permanently(outcome.failure)
-                raise failure_error(outcome.failure)
-            if isinstance(outcome.result, Exception):
-                raise outcome.result
-            keep(outcome.result)
-            return outcome.result
-
-        return await self._run_in_slot(model, call, "interactive", deadline)
-
-    async def _run_in_slot(
-        self, model: ScheduledModel, work: Callable[[], Awaitable[T]], priority: Priority, deadline: float
-    ) -> T:
-        """The result of ``work``, run in a slot of the CPU; it runs to its end even if the caller is gone."""
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        async def run(wait: SlotWait) -> None:
+        async def run(wait: SlotWait) -> None:  # to its end, even if the caller is gone
             started = time.perf_counter()
             try:
-                result = await work()
+                attempts = await model.executor.decode(items, inputs)
             except (Exception, asyncio.CancelledError) as error:
                 if not answer.done():
                     answer.set_exception(error)
             else:
+                seconds = time.perf_counter() - started
+                model.pace.add_decode(seconds / self.slots, count_rows(attempts))
+                self._metrics.count("busy_seconds_total", model.name, CPU, by=seconds)
                 if not answer.done():
-                    answer.set_result(result)
+                    answer.set_result(attempts)
             finally:
                 self.batcher.finish(wait, time.perf_counter() - started)
                 self._leave(model)
@@ -221,6 +199,28 @@ class Scheduler:
             timer.cancel()
             if self.batcher.remove_wait(wait):
                 self._leave(model)
+
+    async def survey(self, key: str, function: ModelFunction, seconds: float) -> Any:
+        """As ``call``, once fewer surveys run, of all models, than there are slots; one runs in any case."""
+        async with self._surveys:
+            return await self.call(key, function, seconds)
+
+    async def call(self, key: str, function: ModelFunction, seconds: float = math.inf) -> Any:
+        """The result of a function of a model, or its error; if cancelled, what runs is ended.
+
+        OverdueError once it has run for so many seconds; ModelLostError, UnavailableError.
+        """
+        model = self._get_model(key)
+        model.busy += 1
+        try:
+            outcome = await model.executor.call(function, seconds)
+        finally:
+            self._leave(model)
+        if outcome.failure is not None:
+            raise self._fail(model, outcome.failure)
+        if isinstance(outcome.result, Exception):
+            raise outcome.result
+        return outcome.result
 
     def _get_model(self, key: str) -> ScheduledModel:
         model = self._models.get(key)
@@ -274,7 +274,10 @@ class Scheduler:
         result = ended.result()
         decode_seconds = result.decode_seconds
         try:
-            self.batcher.finish(batch, seconds, decode_seconds)
+            if result.failure is not None and result.failure.ended is not None:
+                self._lose_slots(batch, started, result.failure.ended)
+            else:
+                self.batcher.finish(batch, seconds, decode_seconds)
             if self._answer(model, batch, result):
                 parallel = self.batcher.count_parallel_batches(batch.key.devices, batch.slots)
                 model.pace.add_batch(batch, seconds, parallel, decoded=decode_seconds > 0)
@@ -286,10 +289,21 @@ class Scheduler:
         finally:
             self._leave(model)
 
+    def _lose_slots(self, batch: Batch, started: float, ended: asyncio.Future[Any]) -> None:
+        """A batch that hangs keeps its slots until it has ended after all; without any the process can't go on."""
+
+        def regain(_: asyncio.Future[Any]) -> None:
+            self.batcher.finish(batch, time.perf_counter() - started)
+            self._dispatch()
+
+        ended.add_done_callback(regain)
+        if not self.batcher.lose(batch):
+            self._fail_permanently(f"forwards that do not end have all slots of {batch.device}")
+
     def _answer(self, model: ScheduledModel, batch: Batch, result: BatchResult) -> bool:
         """Pass results on to their requests; returns whether there are any."""
-        if result.failure:
-            self.fail_permanently(result.failure)
+        if result.failure is not None:
+            self._fail(model, result.failure)
         if result.crossing:
             self._metrics.count("crossing_total", model.name)
             model.on_crossing(result.crossing, model.shared_answers)

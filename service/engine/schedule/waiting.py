@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from layertap.service.engine.batch import Job, RowSlice
+from layertap.service.engine.batch import Batch, Job, RowSlice
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.types import Priority
 
@@ -97,9 +97,9 @@ class DeviceSlots:
     """A device's slots for batches; ``parallel``: batches in different slots compute at the same time.
 
     If they only overlap, one's copies with another's forward, a second batch starts only with so many rows that more
-    would not make it cheaper. ``free``: slots without work; -1 while one is lent. ``small_came_at``: the arrival of
-    the last small interactive job for this device. ``used_seconds``: the most that a model had used when it started a
-    batch here.
+    would not make it cheaper. ``free``: slots without work; -1 while one is lent. ``lost``: batches that hang.
+    ``small_came_at``: the arrival of the last small interactive job for this device. ``used_seconds``: the most that a
+    model had used when it started a batch here.
     """
 
     slots: int
@@ -108,6 +108,7 @@ class DeviceSlots:
     small_came_at: float = -math.inf
     used_seconds: float = 0.0
     free: int = field(init=False)
+    lost: set[Batch] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self.free = self.slots

@@ -101,3 +101,21 @@ def test_forgotten_model_comes_again() -> None:
     assert harness.batcher.count_waiting_rows("a") == 0
     harness.add(make_key(), 3)
     assert harness.start_batch().rows == 3
+
+
+def test_slots_of_batches_that_hang() -> None:
+    """They are lost until such a batch has ended after all, also where its model is gone by then."""
+    harness, key = BatcherHarness(cpu=DeviceSlots(2)), make_key("cpu", max_rows=1)
+    harness.add(key, 3)
+    first, second = harness.start_batch(), harness.start_batch()
+    assert harness.batcher.lose(first)
+    assert not harness.batcher.lose(second)
+    assert harness.start() is None
+    harness.finish(second)
+    third = harness.start_batch()
+    assert harness.start() is None
+    harness.finish(third)
+    harness.batcher.remove_model(key.model)
+    harness.finish(first)
+    harness.add(key, 2)
+    assert len(harness.start_batches()) == 2

@@ -11,7 +11,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, SliceResult, UndecodedError
 from layertap.service.engine.execute.batch_runner import refuse
 from layertap.service.engine.execute.executor import Executor, Extend, fail_batch
-from layertap.service.engine.execute.model_calls import CallOutcome, ModelFunction
+from layertap.service.engine.execute.model_calls import CallOutcome, ModelFunction, OverdueError
 from layertap.service.engine.execute.processes.wire import Captures, SentResult, SentSpecs, ToWorker, unpack_results
 from layertap.service.engine.execute.processes.worker_decoder import WorkerDecoder
 from layertap.service.engine.execute.processes.worker_pool import WorkerPool
@@ -51,7 +51,7 @@ class ProcessExecutor(Executor):
         return running.result
 
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
-        """Call the function in a worker, which is killed after so many seconds."""
+        """Call the function in a worker, which is killed to end it."""
         deaths = 0
         while True:
             try:
@@ -60,7 +60,9 @@ class ProcessExecutor(Executor):
                 if self.workers.lost.is_set():
                     raise
             except WorkerDiedError as error:
-                if error.cause == "timeout" or not error.may_retry(deaths):
+                if error.cause == "timeout":
+                    raise OverdueError from None
+                if not error.may_retry(deaths):
                     raise explain_death(error, 1) from None
                 deaths += 1
             else:

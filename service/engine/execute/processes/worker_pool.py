@@ -87,9 +87,10 @@ class WorkerPool:
         return worker
 
     async def ask(self, message: ToWorker, seconds: float, wait_s: float = math.inf) -> Any:
-        """The answer of the next idle worker, which is ended after so many seconds; errors of ``PendingMessage``.
+        """The answer of the next idle worker; errors of ``PendingMessage``.
 
-        DeadlineError if none is idle for ``wait_s`` seconds.
+        The worker is ended after so many seconds, or if this is cancelled. DeadlineError if none is idle for ``wait_s``
+        seconds.
         """
         pending = PendingMessage(message, seconds)
         pending.expires = time.monotonic() + wait_s
@@ -99,7 +100,12 @@ class WorkerPool:
             self.take().ask(pending)
         else:
             self._waiting.append(pending)
-        return await pending.result
+        try:
+            return await pending.result
+        except asyncio.CancelledError:
+            for worker in list(self._workers):
+                worker.abandon(pending)
+            raise
 
     async def restart(self) -> None:
         """Load the model again, and start its workers; LoadError."""
@@ -170,9 +176,9 @@ class WorkerPool:
             if ended == "unknown":
                 ended = find_reason(status)
                 settle(self._find_cause(outcome, status))
-        log.warning(
-            "a worker is replaced", extra={"fields": {"model": name, "pid": pid, "reason": ended, "status": status}}
-        )
+        fields = {"model": name, "pid": pid, "reason": ended, "status": status}
+        level = logging.INFO if ended == "abandoned" else logging.WARNING
+        log.log(level, "a worker is replaced", extra={"fields": fields})
         host.on_restart(name, ended)
         while not lost.is_set():
             try:
@@ -209,8 +215,15 @@ class WorkerPool:
         worker.start(self._free)
         worker.progress.rows_wait = self._rows_wait
         self._workers.append(worker)
-        self._add(worker)
-        asyncio.get_running_loop().call_soon(self._on_idle)
+        self._idle.append(worker)
+        self.idle[CPU] = len(self._idle)
+        asyncio.get_running_loop().call_soon(self._use_new)
+
+    def _use_new(self) -> None:
+        """Let batches take new workers before other messages, for some of which a worker is ended each time."""
+        self._on_idle()
+        while self._idle and self._waiting:
+            self._add(self.take())
 
     def _bury_host(self) -> None:
         """The host has died, and its workers with it; the reason is unknown."""

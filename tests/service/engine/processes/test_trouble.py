@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,9 +25,9 @@ from tests.marks import slow
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.engine.processes.fatal_pictures import CRASHES, HANGS, TAKES_ALL_MEMORY, draw
-from tests.service.gated_server import wait_until
+from tests.service.gated_server import connect, encode_request, wait_until
 from tests.service.server_process import descendants, fatal_model_spec
-from tests.service.support import arrays_of, configured, npy, problem, raw, rows
+from tests.service.support import arrays_of, configured, net, npy, problem, raw, rows
 
 PICTURES = ModelSpec(
     "pictures",
@@ -52,8 +53,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fatal(serve: Serve, killed: Path) -> Iterator[Live]:
     """A server of a model whose decoder can't be trusted, and of two that end their process."""
     limits = {"decode_timeout_s": DECODE_TIMEOUT_S, "worker_memory_bytes": 512 * MIB}
-    specs = PICTURES, fatal_model_spec("Doomed"), fatal_model_spec("Killed", args={"path": str(killed)})
-    with serve(configured(*specs), workers=2, **limits) as live:
+    hangs = net("hangs", "HangsOnWide", InputSpec("x", (1, 2, 2)), module="tests.service.slow_models")
+    doomed, killing = fatal_model_spec("Doomed"), fatal_model_spec("Killed", args={"path": str(killed)})
+    with serve(configured(PICTURES, doomed, killing, hangs), workers=2, **limits) as live:
         yield live
 
 
@@ -202,6 +204,27 @@ def test_worker_stopped(fatal: Live) -> None:
         fatal.run(ask_stopped())
     assert raised.value.cause == "timeout"
     check_same([send_row(fatal, 1.0) for _ in range(4)], [good] * 4)
+
+
+def build_wide_request(live: Live, width: int) -> httpx.Request:
+    """Of these pictures only squares, which are two high, have a forward that ends."""
+    pixels = npy(np.ones((1, 1, 2, width), np.float32))
+    query = raw(pixels, "application/x-npy", model="hangs", layers="conv")
+    return live.client.build_request("POST", "/extract", **query)
+
+
+def test_survey_that_nobody_waits_for(fatal: Live) -> None:
+    """It is ended with its worker, which is replaced: however many were asked for, its model and others answer."""
+    before = list_pids(fatal, "hangs")
+    for width in range(3, 6):
+        with connect(fatal) as connection:
+            connection.sendall(encode_request(build_wide_request(fatal, width)))
+            wait_until(lambda: fatal.engine.take_snapshot()["model_busy_replicas"]["hangs"] == 1)
+            assert send_row(fatal, 1.0).status_code == 200
+        wait_until(lambda: fatal.engine.take_snapshot()["model_busy_replicas"]["hangs"] == 0)
+    assert fatal.client.send(build_wide_request(fatal, 2)).status_code == 200
+    assert read_restarts(fatal, "hangs") == {"abandoned": 3}
+    assert list_pids(fatal, "hangs") != before
 
 
 def read_restarts(live: Live, model: str) -> dict[str, float]:
