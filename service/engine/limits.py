@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from layertap.models.errors import TooLargeError
+from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.plan import Plan, Result, ResultSize
 from layertap.models.selection.statistics import list_columns
@@ -93,26 +94,23 @@ def limit_survey(model: ModelInfo, shapes: Shapes, settings: Settings) -> float:
     What is expected grows with the size of the shape. What a survey really takes is limited too, because the time of a
     model may grow with the square.
     """
-    limit = settings.deadline_s / 4
-    if model.catalogs.get_catalog(shapes) is not None:
-        return limit
-    # With several inputs, take the largest ratio: it is unknown which layers depend on which input.
-    tower = model.model_inputs.for_shapes(shapes)
-    catalog = model.get_catalog(tower)
-    ratio = max(prod(new) / prod(known) for new, known in zip(shapes, tower.shapes, strict=True))
+    limit, ratio = settings.deadline_s / 4, 1.0
+    tower, catalog = model.model_inputs.for_shapes(shapes), model.catalogs.get_catalog(shapes)
+    if catalog is None:
+        catalog = model.get_catalog(tower)
+        # With several inputs, take the largest ratio: it is unknown which layers depend on which input.
+        ratio = max(prod(new) / prod(known) for new, known in zip(shapes, tower.shapes, strict=True))
     one = min(catalog.seconds, catalog.costs.estimate_seconds(1))  # noise only adds
     seconds = SURVEY_ROWS * ratio * one
     if ratio > 1 and seconds > limit:
-        raise survey_error(
-            model, shapes, f"would take about {seconds:.0f} s to get to know, the limit is {limit:.0f} s"
-        )
+        reason = f"would take about {seconds:.0f} s to get to know, the limit is {limit:.0f} s"
+        raise survey_error(tower, reason)
     return max(limit, OVERRUN * seconds)
 
 
-def survey_error(model: ModelInfo, shapes: Shapes, reason: str) -> TooLargeError:
-    """The error for a shape whose survey takes too long."""
-    usual = show_shapes(model.model_inputs.for_shapes(shapes).shapes)
-    hint = f"send shape {usual}, or configure the model for larger ones"
+def survey_error(inputs: ModelInputs, reason: str) -> TooLargeError:
+    """The error for a shape whose survey takes too long, other than that of the model's ``inputs``."""
+    hint = f"send shape {show_shapes(inputs.shapes)}, or configure the model for larger ones"
     return TooLargeError(f"an input of this shape {reason}", hint=hint)
 
 
