@@ -215,7 +215,7 @@ class Planner:
         try:
             return await handle.survey(shapes, deadline, functions=functions, seconds=limit)
         except OverdueError:
-            reason = f"takes more than {limit:.0f} s to get to know, far more than expected"
+            reason = f"takes more than {limit:.3g} s to get to know, far more than expected"
             raise survey_error(handle.model.model_inputs.for_shapes(shapes), reason) from None
         except InputError as error:
             fields = {"model": handle.name, "shape": show_shapes(shapes)}
