@@ -69,6 +69,10 @@ class UnavailableError(RetryLaterError):
     """The model is not ready, or the server is draining."""
 
 
+class TooManyConnectionsError(UnavailableError):
+    """More connections are open than may be."""
+
+
 def failure_error(reason: str) -> UnavailableError:
     """The error if this process has failed for good."""
     return UnavailableError(reason, hint="the server has to be restarted", retry_after=FAILURE_RETRY_S)

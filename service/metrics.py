@@ -17,7 +17,7 @@ from layertap.service.types import BatchReason, RestartReason
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER = "other"
-ConnectionReason = Literal["bad_request", "head_timeout", "head_too_large", "limit"]
+ConnectionReason = Literal["bad_request", "head_timeout", "head_too_large", "limit", "slow_reader", "no_room"]
 Labels = tuple[str | int, ...]
 Snapshot = Mapping[str, Any]  # numbers of ``GAUGES``; of those with labels, numbers by their values
 
@@ -45,7 +45,7 @@ FAMILIES = {
     "request_bytes_total": Family("Bytes of bodies that were read.", ROUTE),
     "reply_bytes_total": Family("Bytes of bodies that were sent.", ROUTE),
     "connections_refused_total": Family(
-        "Connections that were closed before a whole request had come.", {"reason": get_args(ConnectionReason)}
+        "Connections that the server cut, or refused a request on.", {"reason": get_args(ConnectionReason)}
     ),
     "batches_total": Family("Batches, by why just these requests shared one.", {**MODEL, "why": get_args(BatchReason)}),
     "batch_rows": Family("Rows of a batch.", MODEL, COUNTS),
@@ -73,9 +73,11 @@ GAUGES = {  # with their labels
     "connections": ("Connections that are open.", ()),
     "queue_rows": ("Rows that wait for a forward.", ()),
     "queue_bytes": ("Bytes that requests hold: bodies, rows, expected replies.", ()),
+    "unsent_bytes": ("Bytes of large replies that are being sent.", ()),
     "running_rows": ("Rows in decoding or in a forward.", ()),
     "max_queue_rows": ("Rows of a model that may wait and run.", ()),
     "max_queue_bytes": ("Bytes that requests may hold.", ()),
+    "max_unsent_bytes": ("Bytes that large replies may have while they are sent.", ()),
     "max_connections": ("Connections that may be open at once.", ()),
     "model_state": ("1 for the state that a model is in.", ("model", "state")),
     "device_slots": ("Batches and decodings that a device runs at once.", ("device",)),
@@ -102,7 +104,7 @@ class Metrics(Collector):
         self._registry.register(self)
         # A counter's number; of a histogram how many values each bucket has, the last without a bound, then their sum.
         self._series: dict[str, dict[Labels, list[float]]] = {name: {} for name in FAMILIES}
-        self._connections = 0
+        self.connections = 0  # that are open
         self._read_gauges: Callable[[], Snapshot] = dict
         self._models: set[str | int] = set()
         for name, family in FAMILIES.items():
@@ -147,10 +149,6 @@ class Metrics(Collector):
             )
         )
 
-    def add_connections(self, change: int) -> None:
-        """Change the number of open connections."""
-        self._connections += change
-
     def register_gauges(self, read: Callable[[], Snapshot]) -> None:
         """Register what the gauges call at each scrape, in the rendering thread."""
         self._read_gauges = read
@@ -174,7 +172,7 @@ class Metrics(Collector):
             for labels, (*numbers, total) in self._series[name].copy().items():
                 histogram.add_metric([*map(str, labels)], [*zip(bounds, accumulate(numbers), strict=True)], total)
             yield histogram
-        for name, found in {"connections": self._connections, **self._read_gauges()}.items():
+        for name, found in {"connections": self.connections, **self._read_gauges()}.items():
             documentation, names = GAUGES[name]
             gauge = GaugeMetricFamily(f"layertap_{name}", documentation, labels=names)
             for key, value in (found if names else {(): found}).items():

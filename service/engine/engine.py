@@ -13,6 +13,7 @@ from typing import TypeVar
 from layertap.models.errors import LayertapError, OtherCallsError, RequestError
 from layertap.models.model_info import ModelInfo
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
+from layertap.service.engine.admit.unsent_replies import UnsentReplies
 from layertap.service.engine.batch import Job, Results, UndecodedError
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.results import add_warnings, collect_features
@@ -51,6 +52,7 @@ class Engine:
         self.settings = settings
         self.metrics = metrics
         self.admission = AdmissionControl(manager.handles, settings, metrics)
+        self.unsent = UnsentReplies(settings.max_unsent_bytes)
         self.planner = Planner(settings, self.run_in_thread)
         self.job_maker = JobMaker(manager.scheduler, self.planner, self.run_in_thread, settings.max_results)
         self._pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=start_single_threaded)
@@ -186,10 +188,11 @@ class Engine:
         waiting = sum(batcher.count_waiting_rows(handle.key) for handle in handles)
         replicas = {name: len(handle.executor.devices) for name, handle in active.items()}
         idle = {name: sum(handle.executor.idle.values()) for name, handle in active.items()}
-        limits = ("max_queue_rows", "max_queue_bytes", "max_connections")
+        limits = ("max_queue_rows", "max_queue_bytes", "max_unsent_bytes", "max_connections")
         return {
             "queue_rows": waiting,
             "queue_bytes": self.admission.used_bytes,
+            "unsent_bytes": self.unsent.used_bytes,
             "running_rows": max(sum(handle.rows for handle in handles) - waiting, 0),
             **{name: getattr(self.settings, name) for name in limits},
             "device_slots": batcher.count_slots(),

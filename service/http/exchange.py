@@ -7,7 +7,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from layertap.models.errors import LayertapError
 from layertap.service import logs
 from layertap.service.engine.admit.admission import Ticket
+from layertap.service.engine.admit.unsent_replies import UnsentReply
 from layertap.service.engine.engine import Engine
 from layertap.service.errors import (
     BadRequestError,
@@ -25,6 +27,7 @@ from layertap.service.errors import (
     ForbiddenError,
     ForwardError,
     KeyMissingError,
+    TooManyConnectionsError,
     ending_error,
 )
 from layertap.service.http.auth import Keyring
@@ -35,9 +38,14 @@ from layertap.service.http.tracing import RequestTrace
 from layertap.service.metrics import OTHER
 from layertap.service.timings import RequestFacts, Timings
 
+if TYPE_CHECKING:
+    from layertap.service.http.protocol import Connection
+
 log = logging.getLogger("layertap.access")
 METHOD_NOT_ALLOWED = 405
 LARGE = 2**16  # bytes that uvicorn gives away without waiting for the peer
+MAX_FIELDS = 256
+DISCARD_S = 5  # how long the rest of a body that nobody wants is read: clients that send all before they read
 MIN_BYTES_PER_S = 10_000  # minimum upload rate: slower clients would hold a slot and memory
 ID_CHARACTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 CONSTANT_HEADERS = (
@@ -57,7 +65,8 @@ class Exchange:
 
     ``head`` has the first value of each of the ``headers``; ``page`` has those by which a browser says which page asks,
     and by which name of the server, None if any header is there twice. ``timings`` and ``facts`` are the request's
-    account. A ``ticket`` that a route has set is given back; ``limit`` is the caller's own, if less than the server's.
+    account. A ``ticket`` that a route has set is given back when the reply is ready; ``limit`` is the caller's own, if
+    less than the server's. Servers other than ours tell of no connection.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, engine: Engine) -> None:
@@ -81,9 +90,37 @@ class Exchange:
         self.scope = scope
         self._receive = receive
         self._send = send
+        self._connection: Connection | None = scope.get("state", {}).get("connection")
+        if self._connection is not None:
+            self._connection.begin(self)
+        self._body_ended = self._watched = False
+        self._unsent: UnsentReply | None = None
         self._task: asyncio.Task[Any] = asyncio.current_task()  # type: ignore[assignment]  # there is one
         self._watcher: asyncio.Task[None] | None = None
         self._error: LayertapError | None = None  # why the task was cancelled here
+
+    def check_connection(self) -> None:
+        """BadRequestError for too many fields, or HTTP/1.1 without one ``Host``; TooManyConnectionsError.
+
+        A health check is answered on any connection.
+        """
+        if len(self.headers) > MAX_FIELDS:
+            self.headers.clear()  # each takes far more memory than its size suggests
+            self.head.clear()
+            raise BadRequestError(f"a request has at most {MAX_FIELDS} header fields")
+        if self.page is None or b"host" not in self.head:
+            hosts = sum(name == b"host" for name, _ in self.headers)
+            if hosts != 1 and self.scope["http_version"] == "1.1":
+                raise BadRequestError(f"a request of HTTP/1.1 has one Host, this one {hosts}")
+        if self._connection is not None and self._connection.is_extra and self.facts.path != "/livez":
+            self.engine.metrics.count("connections_refused_total", "limit")
+            hint = "keep connections open between requests, or come again later"
+            raise TooManyConnectionsError("the server has as many connections open as it may", hint=hint, retry_after=1)
+
+    @property
+    def awaits_body(self) -> bool:
+        """Whether there is a body that has not been read to its end."""
+        return not self._body_ended and (b"content-length" in self.head or b"transfer-encoding" in self.head)
 
     async def read_body(self, reserve: Callable[[int], None]) -> bytes:
         """The whole body.
@@ -104,6 +141,9 @@ class Exchange:
                 message = await self._receive()
                 if message["type"] == "http.disconnect":
                     raise BadRequestError("the body broke off")
+                if self._connection is not None:
+                    self._connection.unclaimed = 0
+                self._body_ended = not message.get("more_body")
                 if chunk := message.get("body", b""):
                     self.facts.request_bytes += len(chunk)
                     if self.facts.request_bytes > limit:
@@ -111,7 +151,7 @@ class Exchange:
                     reserve(len(chunk))
                     chunks.append(chunk)
                     missing -= len(chunk)
-                if not message.get("more_body"):
+                if self._body_ended:
                     return b"".join(chunks)  # a single one is not copied
                 if missing <= 0:  # none of it counts twice: a fast start earns no time for a slow rest
                     timer.cancel()
@@ -123,13 +163,38 @@ class Exchange:
     async def send(self, message: Message) -> None:
         """Send a piece of the reply."""
         if message["type"] == "http.response.start":
+            if not self.keeps_watching:
+                await self.end_work(int(dict(message.get("headers", ())).get(b"content-length", 0)))
             self._begin_reply(message)
         size = len(message.get("body", b""))
-        if size > LARGE and not message.get("more_body"):
+        is_last = message["type"] == "http.response.body" and not message.get("more_body")
+        if is_last and (size > LARGE or (not self._body_ended and self.awaits_body)):
             await self._send({**message, "more_body": True})
             message = {"type": message["type"]}  # uvicorn waits for the peer before it takes one more
+            await self._discard_body()
         await self._send(message)
         self.facts.reply_bytes += size if self.facts.method != "HEAD" else 0
+
+    async def end_work(self, size: int) -> None:
+        """Give the ticket back: the reply is ready, and of so many bytes; a large one finds room among the unsent."""
+        if size > LARGE:
+            self._unsent = await self.engine.unsent.add(size, self)
+        if self.ticket is not None:
+            self.ticket.release()
+            self.ticket = None
+
+    def count_taken(self) -> int:
+        """Bytes that the client has taken, of this reply and what went before it on its connection."""
+        return self._connection.count_taken() if self._connection is not None else self.facts.reply_bytes
+
+    def cut(self) -> None:
+        """Send no more of the reply: another one needs its room."""
+        self.engine.metrics.count("connections_refused_total", "no_room")
+        log.warning("a reply was cut", extra={"fields": {"request_id": self.facts.request_id, "reason": "no_room"}})
+        if self._connection is not None:
+            self._connection.abort()
+        else:
+            self.cancel(ClientGoneError("the client took its reply too slowly"))
 
     async def send_error(self, error: Exception) -> None:
         """Reply with an error, unless a reply has begun."""
@@ -154,13 +219,16 @@ class Exchange:
         """Cancel the request once its client is gone, with ClientGoneError, until its reply begins.
 
         With ``keeps_watching`` until that has ended. The body must have been read: all that is received after it is the
-        end of the connection. Our own protocol calls ``on_disconnect`` of the state then, which costs less than a task
-        that waits for it.
+        end of the connection. Our own connection calls ``leave`` then, which costs less than a task that waits for it.
         """
-        if "on_disconnect" in self.scope["state"]:
-            self.scope["state"]["on_disconnect"] = self._leave
-        else:
+        self._watched = True
+        if self._connection is None:
             self._watcher = asyncio.ensure_future(self._wait_for_disconnect())
+
+    def leave(self) -> None:
+        """The client is gone."""
+        if self._watched and (self.keeps_watching or not self.facts.status):
+            self.cancel(ClientGoneError("the client closed the connection"))
 
     def cancel(self, error: LayertapError) -> None:
         """Cancel the request, which ends with this error."""
@@ -176,10 +244,11 @@ class Exchange:
 
     def end(self) -> None:
         """Give back what the request holds: its reply is sent, or cannot be."""
-        state = self.scope["state"]
-        del state["exchange"]  # which has the scope: nothing waits for the garbage collector
-        if "on_disconnect" in state:
-            state["on_disconnect"] = None
+        del self.scope["state"]["exchange"]  # which has the scope: nothing waits for the garbage collector
+        if self._connection is not None:
+            self._connection.end(self)
+        if self._unsent is not None:
+            self.engine.unsent.remove(self._unsent)
         if self._watcher is not None:
             self._watcher.cancel()
         if self.ticket is not None:
@@ -196,7 +265,7 @@ class Exchange:
             (b"server-timing", self.timings.format().encode("latin-1")),
             *CONSTANT_HEADERS,
         ]
-        if self.engine.manager.ending:
+        if self.engine.manager.ending or (self._connection is not None and self._connection.is_extra):
             headers.append(CLOSE)
         if self.trace is not None:
             headers.append((b"traceparent", self.trace.traceparent.encode()))
@@ -204,11 +273,21 @@ class Exchange:
     async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._leave()
+        self.leave()
 
-    def _leave(self) -> None:
-        if self.keeps_watching or not self.facts.status:
-            self.cancel(ClientGoneError("the client closed the connection"))
+    async def _discard_body(self) -> None:
+        """Read what is left of a body: a client that sends all of it before it reads would not get its reply.
+
+        Not from a client that waits for leave to send it, or was too slow.
+        """
+        if not self.awaits_body or self._error is not None or (b"expect" in self.head and not self.facts.request_bytes):
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                while (message := await self._receive()).get("more_body"):
+                    self.facts.request_bytes += len(message.get("body", b""))
+                    if self._connection is not None:
+                        self._connection.unclaimed = 0
 
     def _end_slow_body(self, wait_s: float) -> None:
         hint = f"send it at {MIN_BYTES_PER_S // 1000} kB a second or more, or in several requests"
@@ -268,6 +347,7 @@ class RequestContextMiddleware:
         # Where it was HEAD, uvicorn, which has the scope as it was, leaves the reply's body out.
         app_scope = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
         try:
+            exchange.check_connection()
             exchange.admin = exchange.page in self.keyring.own_pages
             if not exchange.admin:
                 self.keyring.authorize(exchange)

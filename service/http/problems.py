@@ -40,6 +40,7 @@ from layertap.service.errors import (
     NotInstalledError,
     QueueFullError,
     RetryLaterError,
+    TooManyConnectionsError,
     UnavailableError,
     UnsupportedMediaError,
 )
@@ -154,6 +155,7 @@ STATUS: dict[type[BaseException], tuple[int, str]] = {
     QueueFullError: (429, "queue-full"),
     ClientGoneError: (499, "client-gone"),
     NotInstalledError: (501, "not-installed"),
+    TooManyConnectionsError: (503, "too-many-connections"),
     UnavailableError: (503, "unavailable"),
     DeadlineError: (504, "deadline"),
     LayertapError: (500, "bug"),

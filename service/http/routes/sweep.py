@@ -94,7 +94,9 @@ async def list_events(
             if changed.is_set():
                 changed.clear()
                 yield b"event: progress\ndata: %b\n\n" % orjson.dumps(newest)
-        for piece in (b"event: result\ndata: ", *computing.result(), b"\n\n"):
+        result = computing.result()
+        await exchange.end_work(sum(map(len, result)))
+        for piece in (b"event: result\ndata: ", *result, b"\n\n"):
             yield piece
     except Exception as error:
         exchange.explain(error)
