@@ -284,8 +284,10 @@ class Exchange:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_S):
-                while (message := await self._receive()).get("more_body"):
+                while not self._body_ended:
+                    message = await self._receive()
                     self.facts.request_bytes += len(message.get("body", b""))
+                    self._body_ended = not message.get("more_body")
                     if self._connection is not None:
                         self._connection.unclaimed = 0
 

@@ -55,7 +55,7 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         self._waits_since = self._loop.time()  # for a request; inf: for none
         self._begins_reply, self._head = False, b""
         self._written, self._taken, self._taken_at = 0, 0, self._loop.time()
-        self._peer_ended = False
+        self._begun, self._peer_ended = 0, False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request, but not for ever."""
@@ -89,14 +89,17 @@ class Connection(asyncio.Protocol, asyncio.Transport):
 
     def begin(self, exchange: Exchange) -> None:
         """Have a request in hand."""
-        self.exchange, self.unclaimed, self._waits_since, self._begins_reply = exchange, 0, math.inf, True
+        self.exchange = exchange
+        self.unclaimed, self._waits_since = 0, math.inf
+        self._begins_reply = True
+        self._begun += 1
 
     def end(self, exchange: Exchange) -> None:
-        """Have it in hand no longer; where its peer sends no more, close unless another one has come before."""
+        """Have it in hand no longer."""
         if self.exchange is exchange:
             self.exchange = None
         if self._peer_ended:
-            self._loop.call_soon(lambda: self.exchange or self.close())  # the other one's task begins before that
+            self._loop.call_soon(self._close_unless_more, self._begun)
 
     def data_received(self, data: bytes) -> None:
         """Read on, unless too much comes that is no body: the parser keeps a field until it ends."""
@@ -114,15 +117,22 @@ class Connection(asyncio.Protocol, asyncio.Transport):
             self._metrics.count("connections_refused_total", "bad_request")
 
     def eof_received(self) -> bool:
-        """Whether to answer all the same: who has closed one half only, after a whole request, can still read."""
-        exchange, is_tls = self.exchange, self.get_extra_info("sslcontext") is not None
-        if exchange is None or exchange.awaits_body or is_tls or exchange.scope["http_version"] == "1.0":
-            return False
-        self._peer_ended = True
-        if not exchange.facts.status:
-            self._transport.write(PROBE)
-            self._look_for_reset(exchange)
-        return True
+        """Whether to go on: who has closed one half only can still read, unless that was in the midst of a body."""
+        exchange, goes_on = self.exchange, self.get_extra_info("sslcontext") is None  # TLS has no halves
+        if exchange is not None:
+            goes_on = goes_on and not exchange.awaits_body and exchange.scope["http_version"] != "1.0"
+        if goes_on:
+            self._peer_ended = True
+            self._loop.call_soon(self._close_unless_more, self._begun)
+            if exchange is not None and not exchange.facts.status:
+                self._transport.write(PROBE)
+                self._look_for_reset(exchange)
+        return goes_on
+
+    def _close_unless_more(self, begun: int) -> None:
+        """Close, unless a request that came before the end has begun since."""
+        if self.exchange is None and self._begun == begun:
+            self.close()
 
     def _look_for_reset(self, exchange: Exchange) -> None:
         """Leave if the probe was answered by the system of a client that is gone; the event loop does not tell."""

@@ -139,6 +139,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             "server 127.0.0.1:8000 ": f"server {httpx.URL(first.url).netloc.decode()} ",
             "# server 127.0.0.1:8001 ": f"server unix:{path} ",
             "listen 443 ssl http2;": f"listen 127.0.0.1:{port} ssl http2;",
+            "client_header_timeout 15s;": "client_header_timeout 1s;",
             "/etc/ssl/example.org.pem": str(certificate.cert),
             "/etc/ssl/example.org.key": str(certificate.key),
         }
@@ -166,6 +167,23 @@ def test_prefix(site: Site) -> None:
         assert client.post("/features/extract", json=BODY).status_code == 200
         assert [client.get(path).status_code for path in ("/extract", "/features/metrics")] == [404, 404]
         assert client.get("/features/models", headers={"x-api-key": ""}).status_code == 401
+
+
+def test_heads(site: Site) -> None:
+    """A head that is too large gets a reply, and one that does not end is given up; no server hears of either."""
+    request_id = {"x-request-id": "large-head"}
+    with site.client() as client:
+        assert client.get("/features/livez", headers={**request_id, "x-long": "a" * 9000}).status_code == 400
+        assert client.get(f"/features/livez?{'a' * 9000}", headers=request_id).status_code == 414
+        assert client.get("/features/livez", headers={**request_id, "x-long": "a" * 7000}).status_code == 200
+    assert site.find_request("large-head")["path"] == "/features/livez"
+    url = httpx.URL(site.url)
+    context = site.certificate.trust()
+    context.check_hostname = False
+    with socket.create_connection((url.host, url.port), timeout=END_S) as plain, context.wrap_socket(plain) as slow:
+        slow.sendall(b"GET /features/livez HTTP/1.1\r\nHost: example.org\r\nX-Request-Id: slow-head\r\n")
+        assert b" 200 " not in slow.recv(2**16)
+    assert not [line for each in (site.first, site.second) for line in each.logged() if "slow-head" in str(line)]
 
 
 def test_http2(site: Site, tmp_path: Path) -> None:

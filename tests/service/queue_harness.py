@@ -32,7 +32,7 @@ METRICS_TRIES = 200  # looks at the figures
 COUNTED = re.compile(
     r"layertap_(batches|batch_rows|batch_requests|rows|split|out_of_memory|expired|cancelled|refused)_(total|sum)"
 )
-GAUGES = ("queue_rows", "queue_bytes", "running_rows")
+GAUGES = ("queue_rows", "queue_bytes", "unsent_bytes", "running_rows")
 HELD_ROWS = 2  # rows of the request that is held up
 HELD_COUNTS: Counts = {
     "batches:isolated": 1.0,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import tracemalloc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,9 @@ from starlette.types import Message
 
 from layertap.service.formats.buffers import view_bytes
 from layertap.service.http.reply import LARGE, PIECE, BuffersResponse
+from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.gated_server import connect, encode_request, wait_until
+from tests.service.gated_server import connect, encode_request, read_to_end, wait_until
 from tests.service.queue_harness import gauges
 from tests.service.support import npy, raw
 
@@ -91,13 +94,65 @@ def test_memory(serve: Serve, name: str) -> None:
     assert peak < 2 * size - 16 * MIB
 
 
-def test_client_that_leaves(serve: Serve) -> None:
-    """Where the peer goes away in the middle of a reply nothing of it is kept."""
-    request = raw(npy(np.zeros((200, 3, 32, 32), np.float32)), "application/x-npy", layers="block1", format="npy")
-    with serve(send_buffer=2**12) as live:
-        with connect(live, buffer=2**11) as connection:
-            connection.sendall(encode_request(live.client.build_request("POST", "/extract", **request)))
-            assert connection.recv(12) == b"HTTP/1.1 200"
-            assert gauges(live)["queue_bytes"] > 200 * 2**16
-        wait_until(lambda: gauges(live)["queue_bytes"] == 0)
-        assert live.client.get("/readyz").status_code == 200
+REPLY = raw(npy(np.zeros((200, 3, 32, 32), np.float32)), "application/x-npy", layers="block1", format="npy")
+REPLY_BYTES = 200 * 2**16
+
+
+@pytest.fixture(scope="module")
+def narrow(serve: Serve) -> Iterator[Live]:
+    """A server whose system holds little of a reply, with room for one large reply at a time."""
+    with serve(send_buffer=2**12, max_unsent_bytes=2 * REPLY_BYTES) as live:
+        yield live
+
+
+def begin_reply(live: Live, connection: socket.socket) -> None:
+    """Send a request for a large reply, and wait for its head."""
+    connection.sendall(encode_request(live.client.build_request("POST", "/extract", **REPLY)))
+    assert connection.recv(12) == b"HTTP/1.1 200"
+
+
+def test_client_that_leaves(narrow: Live) -> None:
+    """A reply that is being sent holds no place in the queue; nothing of it is kept where the peer goes away."""
+    with connect(narrow, buffer=2**11) as connection:
+        begin_reply(narrow, connection)
+        assert gauges(narrow)["queue_bytes"] == 0
+        assert gauges(narrow)["unsent_bytes"] > REPLY_BYTES
+    wait_until(lambda: gauges(narrow)["unsent_bytes"] == 0)
+    assert narrow.client.get("/readyz").status_code == 200
+
+
+def test_slow_reader(narrow: Live, caplog: pytest.LogCaptureFixture) -> None:
+    """A reader that takes little does not keep its model, and makes room for the next reply."""
+    with connect(narrow, buffer=2**11) as slow:
+        begin_reply(narrow, slow)
+        assert not narrow.engine.manager.list_handles()[0].holders
+        reply = narrow.client.post("/extract", **REPLY)
+        assert len(reply.content) > REPLY_BYTES
+        assert len(read_to_end(slow)) < REPLY_BYTES
+    assert "a reply was cut" in caplog.messages
+
+
+def test_progress(serve: Serve) -> None:
+    """What a reader takes counts, though its system, and the server's, hold far more that was sent."""
+    with serve() as live, connect(live, buffer=2**16) as connection:
+        begin_reply(live, connection)
+
+        async def count_taken() -> int:
+            return next(iter(live.engine.unsent._replies)).reader.count_taken()
+
+        before = live.run(count_taken())
+        assert 0 < before < REPLY_BYTES
+        for _ in range(16):
+            connection.recv(2**14)
+        wait_until(lambda: live.run(count_taken()) > before)
+
+
+def test_body_that_nobody_reads(live: Live) -> None:
+    """A client that sends all before it reads gets the reply to a request whose body was not wanted, and may go on."""
+    head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000000\r\n\r\n"
+    with connect(live) as connection:
+        for _ in range(2):
+            connection.sendall(head + bytes(9_000_000))
+            assert connection.recv(12) == b"HTTP/1.1 404"
+            while not connection.recv(2**16).endswith(b"}"):
+                pass
