@@ -86,12 +86,14 @@ def test_slow_body(serve: Serve) -> None:
 def test_announced(limited: Live, limited_control: Control) -> None:
     """A body that is announced as too large is refused before any of it is sent."""
     length = "99999999999999999"
-    request = limited.client.build_request("POST", "/extract", headers={"content-length": length})
-    with connect(limited) as connection:
-        connection.sendall(encode_request(request))
-        reply = read_response(connection, request)
-    assert f"{length} bytes" in problem(reply, 413)["detail"]
-    assert reply.headers["connection"] == "close"
+    url = httpx.URL(limited.url)
+    with closing(HTTPConnection(url.host, url.port, timeout=60)) as connection:
+        connection.putrequest("POST", "/extract")
+        connection.putheader("content-length", length)
+        connection.endheaders()
+        reply = connection.getresponse()
+        assert (reply.status, reply.headers["connection"]) == (413, "close")
+        assert f"{length} bytes" in json.load(reply)["detail"]
     limited_control.check()
 
 

@@ -221,7 +221,7 @@ def test_reply_that_nobody_reads(hasty: Live, caplog: pytest.LogCaptureFixture) 
 
 def test_last_reply_that_nobody_reads(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     """The rest of a short reply is kept no longer, though the server has closed the connection already."""
-    with serve(send_timeout_s=0.3, send_buffer=2**12) as live:
+    with serve(send_timeout_s=0.3, head_timeout_s=0.3, send_buffer=2**12) as live:
         request = raw(npy(np.zeros((1, 3, 32, 32), np.float32)), "application/x-npy", layers="block2", format="npy")
         request["headers"] |= {"connection": "close"}
         assert 2**15 < len(live.client.post("/extract", **request).content) < 2**16  # uvicorn waits for none so short
