@@ -14,7 +14,7 @@ from layertap.service.settings import ROUTES, Settings
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.proxy import proxied
-from tests.service.sockets import exchanged
+from tests.service.sockets import END, exchanged
 from tests.service.support import Json, configured, image, picture, problem
 
 PREFIX = "/features"
@@ -92,7 +92,7 @@ def test_key(guarded: Live) -> None:
     for path in ("/extract", f"{PREFIX}/extract"):
         assert guarded.client.post(path, json=BODY, headers=USER).status_code == 200
     for path in (b"/features/../extract", b"//features//extract", b"/features/features/extract", b"/featuresextract"):
-        reply = exchanged(guarded, b"POST %b HTTP/1.1\r\nX-API-Key: user-key\r\nConnection: close\r\n\r\n" % path)
+        reply = exchanged(guarded, b"POST %b HTTP/1.1\r\nX-API-Key: user-key\r\n" % path, END)
         problem(reply, 404)
     for path in ("/livez", "/readyz"):
         assert [guarded.client.get(each).status_code for each in (path, PREFIX + path)] == [200, 200]
