@@ -90,7 +90,7 @@ class Exchange:
         self.scope = scope
         self._receive = receive
         self._send = send
-        self._connection: Connection | None = scope.get("state", {}).get("connection")
+        self._connection: Connection | None = scope["state"].get("connection")
         if self._connection is not None:
             self._connection.begin(self)
         self._body_ended = self._watched = False

@@ -175,12 +175,14 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         """Give up where no request comes, or too little of what waits to be sent is taken."""
         now, timeout_s = self._loop.time(), self._settings.send_timeout_s
         if now >= self._waits_since + self._patience_s:
-            return self._give_up("head_timeout")
+            self._give_up("head_timeout")
+            return
         taken, waits = self.count_taken(), self._transport.get_write_buffer_size() > 0
         if not waits or taken - self._taken >= MIN_BYTES_PER_S * timeout_s:
             self._taken, self._taken_at = taken, now
         elif now >= self._taken_at + timeout_s:
-            return self._give_up("slow_reader")
+            self._give_up("slow_reader")
+            return
         due = min(self._waits_since, now) + self._patience_s
         self._timer = self._loop.call_at(min(due, now + timeout_s), self._check_times)
 
