@@ -149,7 +149,7 @@ class InProcessExecutor(Executor):
         self._check_shared = settings.check_shared
         self._longest_s = settings.deadline_s + HANG_MARGIN_S
         self._threads: list[WorkerThread] = []
-        self._running = [0] * len(devices)  # functions of each thread
+        self._running: list[int] = []  # functions of each thread
 
     def start(self, on_idle: Callable[[], None]) -> None:
         """Start the threads.
@@ -161,6 +161,7 @@ class InProcessExecutor(Executor):
             WorkerThread(f"model-{number}-{self.model.spec.name}", partial(_begin, part.device))
             for number, (part, _) in enumerate(self._replicas)
         ]
+        self._running = [0] * len(self._threads)
         for device in self.devices:
             self.idle[device] += 1
         super().start(on_idle)
