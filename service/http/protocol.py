@@ -174,17 +174,16 @@ class Connection(asyncio.Protocol, asyncio.Transport):
     def _check_times(self) -> None:
         """Give up where no request comes, or too little of what waits to be sent is taken."""
         now, timeout_s = self._loop.time(), self._settings.send_timeout_s
+        taken = self.count_taken()
+        if not self._transport.get_write_buffer_size() or taken - self._taken >= MIN_BYTES_PER_S * timeout_s:
+            self._taken, self._taken_at = taken, now
         if now >= self._waits_since + self._patience_s:
             self._give_up("head_timeout")
-            return
-        taken, waits = self.count_taken(), self._transport.get_write_buffer_size() > 0
-        if not waits or taken - self._taken >= MIN_BYTES_PER_S * timeout_s:
-            self._taken, self._taken_at = taken, now
         elif now >= self._taken_at + timeout_s:
             self._give_up("slow_reader")
-            return
-        due = min(self._waits_since, now) + self._patience_s
-        self._timer = self._loop.call_at(min(due, now + timeout_s), self._check_times)
+        else:
+            due = min(self._waits_since, now) + self._patience_s
+            self._timer = self._loop.call_at(min(due, now + timeout_s), self._check_times)
 
     def _give_up(self, reason: ConnectionReason) -> None:
         self._metrics.count("connections_refused_total", reason)
