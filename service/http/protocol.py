@@ -147,17 +147,20 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         self._written += len(data)
         if self._begins_reply:
             self._begins_reply, self._head = False, bytes(data)
-            self._loop.call_soon(self._flush)
+            self._flushing = self._loop.call_soon(self._flush)
             return
-        if len(data) > SMALL:
-            self._flush()
-        self._flush(data)
-
-    def _flush(self, data: Buffer = b"") -> None:
-        if self._head:
+        if self._head and len(data) <= SMALL:
             data, self._head = self._head + data, b""
-        if data and not self.is_closing():
+            self._flushing.cancel()
+        elif self._head:
+            self._flush()
+        if not self.is_closing():
             self._transport.write(data)
+
+    def _flush(self) -> None:
+        head, self._head = self._head, b""
+        if head and not self.is_closing():
+            self._transport.write(head)
 
     def close(self) -> None:
         """Close after what was written."""
