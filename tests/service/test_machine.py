@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from layertap.service.config.configuration import Configuration
 from tests import transformers_nets
 from tests.marks import slow
 from tests.server import serving
+from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT
 from tests.service.nets_http import Touchy
 from tests.service.support import Json, arrays_of, net, problem, same, tensor
@@ -49,8 +49,8 @@ def test_weights_that_change(tmp_path: Path, kind: str) -> None:
         file.unlink()
         assert live.client.post("/extract", **request).content == before.content
     file.write_bytes(b"no weights")
-    with serving(Configuration((replace(spec, required=False),), "kept")) as live:
-        assert live.client.get("/models/kept").json()["state"] == "failed"
+    with serving(Configuration((spec,), "kept"), wait=False) as live:
+        wait_until(lambda: live.client.get("/models/kept").json()["state"] == "failed")
         assert str(tmp_path) not in str(problem(live.client.post("/extract", **request), 503, seconds=True))
 
 

@@ -13,6 +13,7 @@ import pytest
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.logs import JsonFormatter
 from tests.service.conftest import Serve
+from tests.service.gated_server import wait_until
 from tests.service.support import npy, problem, raw, rows
 
 NET = """
@@ -67,7 +68,8 @@ def test_code_that_raises(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptur
     """The log has the traceback; clients hear the class, whose code it is, and of a shape only where that may be it."""
     code, name, said = FAILURES[kind]
     file = written(tmp_path, f"own_{kind}", **code)
-    with serve(configuration(tmp_path, f"python:{file.stem}:build", required=False)) as live:
+    with serve(configuration(tmp_path, f"python:{file.stem}:build"), wait=False) as live:
+        wait_until(lambda: live.client.get("/models/own").json()["state"] == "failed")
         reply = live.client.post("/extract", **raw(npy(rows()), "application/x-npy", layers="linear"))
         reason = live.client.get("/models/own").json()["reason"]
         for shown in (reason, str(problem(reply, 503, seconds=True))):

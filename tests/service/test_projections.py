@@ -241,7 +241,7 @@ def test_bounded_work(nets: Nets, monkeypatch: pytest.MonkeyPatch, limit: str) -
     products = weights * 8 * 8  # of block3's maps
     body: Json = {"layers": [{"layer": "block3", "project": "probe"}, "head"], "inputs": [tensor(IMAGES[0])]}
     wide = {"layer": "block1", "project": {"weight": sent(torch.ones(60_000, 16))}}
-    reply = nets.live.client.post("/extract", json={**body, "layers": [wide]})
+    reply = nets.live.client.post("/extract", json={**body, "layers": [wide], "encoding": "base64"})
     assert "the reply would have about" in problem(reply, 413)["detail"]
     monkeypatch.setattr(projections, limit, weights if limit == "MAX_WEIGHTS" else products)
     assert nets.live.client.post("/extract", json=body).status_code == 200
