@@ -16,7 +16,7 @@ from layertap.service.errors import DeadlineError, QueueTooLongError
 from layertap.service.settings import Settings
 
 HEADER, FIELD = "X-Request-Timeout", b"x-request-timeout"
-SEND_FEWER = "come again later, or send fewer inputs at once"
+SEND_FEWER = "come again later, or ask for less: fewer inputs, or places of a sweep"
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,8 @@ class ModelManager:
         if self.registry.get_entry(name).state == "failed":
             await self.unload(name)
         self._unloaded.discard(self.registry.get_entry(name).spec.name)
+        if (handle := self.find_handle(name)) in self._starting:  # who asks for just that waits for it
+            await self._wait_for(handle, deadline)
         await self.get_handle(name, deadline)
 
     async def unload(self, name: str) -> None:
