@@ -120,7 +120,8 @@ class Exchange:
     @property
     def awaits_body(self) -> bool:
         """Whether there is a body that has not been read to its end."""
-        return not self._body_ended and (b"content-length" in self.head or b"transfer-encoding" in self.head)
+        length = self.head.get(b"content-length", b"0")
+        return not self._body_ended and (length != b"0" or b"transfer-encoding" in self.head)
 
     async def read_body(self, reserve: Callable[[int], None]) -> bytes:
         """The whole body.
@@ -231,9 +232,10 @@ class Exchange:
             self.cancel(ClientGoneError("the client closed the connection"))
 
     def cancel(self, error: LayertapError) -> None:
-        """Cancel the request, which ends with this error."""
-        self._error = error
-        self._task.cancel()
+        """Cancel the request, which ends with this error, or with that of an earlier call."""
+        if self._error is None:
+            self._error = error
+            self._task.cancel()
 
     def explain_cancel(self) -> Exception:
         """Why the request's task was cancelled; it goes on if that was by ``cancel`` alone."""

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: uvicorn's protocol, with bounds on what comes that is no body, on waiting and on sending."""
+"""One HTTP/1.1 connection: uvicorn's protocol, with bounds on heads, on the wait for them, and on slow readers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from layertap.service.metrics import ConnectionReason, Metrics
 from layertap.service.settings import UNIX, Settings
 
 log = logging.getLogger("layertap.access")
+MAX_PIPELINED = 128  # requests of a connection that have come before the one in hand is answered
 EXTRA, EXTRA_S = 128, 2.0  # connections over the limit that are answered, and how long one may take to ask
 MIN_BYTES_PER_S = 1024  # that the reader of a reply has to take
 OFFER = re.compile(rb"\n([Uu][Pp][Gg][Rr][Aa][Dd][Ee])[ \t]*:")  # of HTTP/2, by Java's client
@@ -33,17 +34,37 @@ SHUTDOWN_SHARE = 0.9  # of the deadline: admitted requests are expected to end w
 
 
 class _Requests(HttpToolsProtocol):
-    """uvicorn's protocol, where fields that come behind a body are none of the request's head."""
+    """uvicorn's protocol, with a bound on requests that wait for the one in hand."""
 
     def on_headers_complete(self) -> None:
+        """A head has come; fields that come behind the body are none of it."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("too many requests wait")  # for the parser, to which it is no HTTP
         super().on_headers_complete()
         self.headers = []
+
+    def on_message_complete(self) -> None:
+        """A request has come; read on, to see whether its client leaves, where a long body has stopped that."""
+        super().on_message_complete()
+        if not self.pipeline:
+            self.flow.resume_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, once the requests that came whole before it are answered."""
+        last = self.cycle
+        if last is None or last.response_complete or (last.more_body and not (self.pipeline or last.response_started)):
+            super().send_400_response(msg)
+        elif last.more_body:
+            self.transport.close()
+        else:
+            last.keep_alive = False
+            self.transport.pause_reading()
 
 
 class Connection(asyncio.Protocol, asyncio.Transport):
     """The protocol of a socket's transport, and the transport of uvicorn's protocol.
 
-    ``exchange`` is the request in hand; ``unclaimed`` counts bytes since it began or a piece of its body came.
+    ``exchange`` is the request in hand. ``unclaimed``: bytes since that began, or since a piece of its body was read.
     """
 
     def __init__(self, *, settings: Settings, metrics: Metrics, app_state: dict[str, Any], **options: Any) -> None:
@@ -76,7 +97,8 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         self._timer = self._loop.call_later(self._patience_s, self._check_times)
         self._uvicorn.connection_made(self)
         if too_many > EXTRA:
-            self._give_up("limit")
+            self._metrics.count("connections_refused_total", "limit")
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the request in hand; nothing of the connection waits for the garbage collector."""
@@ -117,7 +139,7 @@ class Connection(asyncio.Protocol, asyncio.Transport):
             self._metrics.count("connections_refused_total", "bad_request")
 
     def eof_received(self) -> bool:
-        """Whether to go on: who has closed one half only can still read, unless that was in the midst of a body."""
+        """Whether the connection stays open: a client that has sent its last request may still read the reply."""
         exchange, goes_on = self.exchange, self.get_extra_info("sslcontext") is None  # TLS has no halves
         if exchange is not None:
             goes_on = goes_on and not exchange.awaits_body and exchange.scope["http_version"] != "1.0"
@@ -146,7 +168,7 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         """Send; the head of a reply goes with what follows within this turn of the loop, by one call of the system."""
         self._written += len(data)
         if self._begins_reply:
-            self._begins_reply, self._head = False, bytes(data)
+            self._begins_reply, self._head, self._taken_at = False, bytes(data), self._loop.time()
             self._flushing = self._loop.call_soon(self._flush)
             return
         if self._head and len(data) <= SMALL:

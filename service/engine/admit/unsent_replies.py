@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-PATIENCE_S = 1.0  # how long a reply is not cut, and so the most that another waits for room
+PATIENCE_S = 1.0  # how long a reply is not cut
 
 
 class Reader(Protocol):
@@ -47,7 +47,7 @@ class UnsentReplies:
         self._removed = asyncio.Event()
 
     async def add(self, size: int, reader: Reader) -> UnsentReply:
-        """Book a reply until ``remove``, in ``PATIENCE_S`` at most; one that is larger than the limit has it alone."""
+        """Book a reply until ``remove``, after those that wait; one that is larger than the limit has it alone."""
         async with self._turn:
             while self._replies and self.used_bytes + size > self._limit:
                 await self._make_room()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from contextlib import closing
 from http.client import HTTPConnection
@@ -21,6 +22,7 @@ from tests.service.gated_server import (
     wait_until,
 )
 from tests.service.sockets import POST
+from tests.service.support import rows, tensor
 
 GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -51,6 +53,14 @@ def test_long_request(gated: Live) -> None:
         assert parse_response(read_to_end(connection)).status_code == 200
 
 
+def test_no_body(live: Live) -> None:
+    """A request that says that its body is empty is whole."""
+    with connect(live) as connection:
+        connection.sendall(POST.replace(b"/extract", b"/models/digits/load") + b"Content-Length: 0\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        assert parse_response(read_to_end(connection)).status_code == 200
+
+
 def test_client_library(gated: Live) -> None:
     """A library of clients passes over the probe too."""
     request = build_row_request(gated, 3)
@@ -72,6 +82,19 @@ def test_client_that_left(gated: Live, version: bytes) -> None:
             wait_until(lambda: admitted_rows(gated) == 4)
             if version == b"1.0":
                 connection.shutdown(socket.SHUT_WR)
+        wait_until(lambda: admitted_rows(gated) == 1)
+    assert module.forwards == []
+
+
+def test_client_that_left_after_a_long_body(gated: Live) -> None:
+    """Reading goes on where a body of many reads has stopped it."""
+    body = (
+        json.dumps({"model": "gated", "layers": ["linear"], "inputs": [tensor(rows(1)[0])]}).encode().ljust(4 * 2**20)
+    )
+    with hold_model(gated) as module:
+        with connect(gated) as connection:
+            connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            wait_until(lambda: admitted_rows(gated) == 2)
         wait_until(lambda: admitted_rows(gated) == 1)
     assert module.forwards == []
 

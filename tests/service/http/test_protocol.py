@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from layertap.service.http.exchange import MAX_FIELDS
-from layertap.service.http.protocol import Connection, make_server_config
+from layertap.service.http.protocol import MAX_PIPELINED, Connection, make_server_config
 from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -140,6 +140,23 @@ def test_requests_in_a_row(live: Live) -> None:
     text = exchanged(live, b"".join(lines) * 2 + GET + END).text
     assert [text.count(f"HTTP/1.1 {status}") for status in (200, 404)] == [2, 2]  # after the first
     assert exchanged(live, b"".join(lines) + lines[0] + b"\0rubbish\r\n\r\n").text.count("HTTP/1.1 ") < 3
+
+
+def test_no_http_behind_a_request(live: Live) -> None:
+    """A request that came whole is answered before what follows ends the connection."""
+    with connect(live) as connection:
+        connection.sendall(LIVEZ + b"no HTTP\r\n\r\n")
+        data = read_to_end(connection)
+    assert data.startswith(b"HTTP/1.1 200 OK")
+    assert data.endswith(b'{"status":"alive"}')
+
+
+def test_many_requests_in_a_row(live: Live) -> None:
+    """So many wait at most for the one in hand; those are answered, then the connection ends."""
+    with connect(live) as connection:
+        connection.sendall(LIVEZ * (MAX_PIPELINED + 100))
+        answered = read_to_end(connection).count(b'{"status":"alive"}')
+    assert MAX_PIPELINED <= answered < MAX_PIPELINED + 100
 
 
 @pytest.fixture(scope="module")

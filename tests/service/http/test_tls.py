@@ -96,19 +96,13 @@ def test_old_protocols(served: Process, certificate: Certificate) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("data", "status"),
-    [
-        (b"GET / HTTP/1.1\r\nX: " + b"a" * 200_000, 431),
-        (b"POST /extract HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n" + b"a" * 100_000, 413),
-    ],
-)
-def test_closed(served: Process, certificate: Certificate, data: bytes, status: int) -> None:
+def test_closed(served: Process, certificate: Certificate) -> None:
     """A reply that ends a connection arrives whole, also where more was sent than the server reads."""
+    data = b"POST /extract HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n" + b"a" * 100_000
     with connect(served.url, certificate.trust()) as connection:
         connection.sendall(data)
         reply = read_reply(connection)
-    assert reply.status_code == status
+    assert reply.status_code == 413
     assert reply.headers["connection"] == "close"
     assert len(reply.content) == int(reply.headers["content-length"])
 
