@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -9,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 
-from layertap.service.engine.batch import CPU
+from layertap.service.engine.batch import CPU, LastingFailure
 from layertap.service.engine.execute.executor import InProcessExecutor
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -79,6 +80,30 @@ def test_failed_until_it_ends(hanging: Live) -> None:
     wait_until(lambda: hanging.client.get("/readyz").status_code == 200)
     assert post_rows(hanging).status_code == 200
     assert count_free(hanging) == SLOTS
+
+
+@pytest.mark.parametrize("noted_while", ["ready", "loading"])
+def test_decoding_host_is_reloaded(hanging: Live, noted_while: str) -> None:
+    """A model that hangs answers no sooner because its decoding host is reloaded meanwhile."""
+    handle = hanging.engine.manager.handles["other"]
+
+    async def reload() -> list[str]:
+        failure = LastingFailure("it hangs", ended=asyncio.get_running_loop().create_future())
+        if noted_while == "ready":
+            handle._note_failure(failure)
+        handle._set_loading()
+        if noted_while == "loading":
+            handle._note_failure(failure)
+        states: list[str] = [handle.state]
+        handle._succeed()
+        states.append(handle.state)
+        assert failure.ended is not None
+        failure.ended.set_result(None)
+        await asyncio.sleep(0)
+        return [*states, handle.state]
+
+    assert hanging.run(reload()) == ["loading", "failed", "ready"]
+    assert post_rows(hanging, model="other").status_code == 200
 
 
 def test_unloaded_at_once(hanging: Live) -> None:

@@ -97,7 +97,8 @@ class ModelHandle:
         self._scheduler = scheduler
         self._settings = settings
         self._surveys = Surveys()
-        self._failures: list[LastingFailure] = []  # since it was loaded
+        self._failures: list[LastingFailure] = []  # since it was first loaded, also while its decoding host is reloaded
+        self._lasting_error: LoadError | None = None  # because of them
         self._life: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._live())
 
     @property
@@ -309,7 +310,7 @@ class ModelHandle:
 
         def recover(_: asyncio.Future[Any]) -> None:
             self._failures.remove(failure)
-            if self.state == "failed" and not self._failures:
+            if self.state == "failed" and self.error is self._lasting_error and not self._failures:
                 log.warning("a model answers again", extra={"fields": {"model": self.name}})
                 self._accept()
 
@@ -317,8 +318,12 @@ class ModelHandle:
         if failure.ended is not None:
             failure.ended.add_done_callback(recover)
         if self.state == "ready":
-            log.error("a model has failed", extra={"fields": {"model": self.name, "reason": failure.reason}})
-            self._refuse(LoadError(failure.reason, kind="lost"))
+            self._refuse_lastingly(failure)
+
+    def _refuse_lastingly(self, failure: LastingFailure) -> None:
+        log.error("a model has failed", extra={"fields": {"model": self.name, "reason": failure.reason}})
+        self._lasting_error = LoadError(failure.reason, kind="lost")
+        self._refuse(self._lasting_error)
 
     async def _try_padding(self, rows: int) -> None:
         """If padding to ``rows`` rows changes the bits of results, isolate all requests; LoadError."""
@@ -338,6 +343,10 @@ class ModelHandle:
             log.warning("rows move bits in a batch: each request runs alone", extra={"fields": {"model": self.name}})
 
     def _succeed(self) -> None:
+        """Answer requests, unless something of the model still hangs: then only its decoding host was reloaded."""
+        if self._failures:
+            self._refuse_lastingly(self._failures[-1])
+            return
         self._accept()
         fields = {
             "model": self.name,
