@@ -84,16 +84,19 @@ def test_failed_until_it_ends(hanging: Live) -> None:
 
 @pytest.mark.parametrize("noted_while", ["ready", "loading"])
 def test_decoding_host_is_reloaded(hanging: Live, noted_while: str) -> None:
-    """A model that hangs answers no sooner because its decoding host is reloaded meanwhile."""
-    handle = hanging.engine.manager.handles["other"]
+    """A model that hangs answers no sooner because its decoding host is reloaded meanwhile, and says why."""
+    handle, scheduler = hanging.engine.manager.handles["other"], hanging.engine.manager.scheduler
+
+    def fail(failure: LastingFailure) -> None:
+        assert "it hangs" in str(scheduler._fail(scheduler._models[handle.key], failure))
 
     async def reload() -> list[str]:
         failure = LastingFailure("it hangs", ended=asyncio.get_running_loop().create_future())
         if noted_while == "ready":
-            handle._note_failure(failure)
+            fail(failure)
         handle._set_loading()
         if noted_while == "loading":
-            handle._note_failure(failure)
+            fail(failure)
         states: list[str] = [handle.state]
         handle._succeed()
         states.append(handle.state)

@@ -22,7 +22,7 @@ from layertap.service.engine.rows import ItemAttempts, count_rows
 from layertap.service.engine.schedule.batcher import Batcher, Clock
 from layertap.service.engine.schedule.pace import Pace
 from layertap.service.engine.schedule.waiting import DeviceSlots, SlotWait
-from layertap.service.errors import failure_error, unloading_error
+from layertap.service.errors import FAILURE_RETRY_S, UnavailableError, failure_error, unloading_error
 from layertap.service.inputs.items import LocalItem
 from layertap.service.metrics import Metrics
 from layertap.service.timings import Span
@@ -115,9 +115,11 @@ class Scheduler:
         """Refuse the requests of a model, or all if a device has failed; returns the error for them."""
         if failure.of_device:
             self._fail_permanently(failure.reason)
-        else:
-            model.on_failure(failure)
-        return failure_error(self.failure) if model.make_error is None else model.make_error()
+            return failure_error(self.failure)
+        model.on_failure(failure)
+        if model.make_error is None:  # it loads
+            return UnavailableError(failure.reason, retry_after=FAILURE_RETRY_S)
+        return model.make_error()
 
     def _fail_permanently(self, reason: str) -> None:
         """Stop answering for good: all waiting requests get UnavailableError."""
