@@ -55,7 +55,7 @@ class ProcessExecutor(Executor):
         deaths = 0
         while True:
             try:
-                outcome: CallOutcome = await self.workers.ask(("call", function), seconds, wait_s=seconds)
+                outcome: CallOutcome = await self.workers.ask(("call", function), seconds)
             except ModelLostError:
                 if self.workers.lost.is_set():
                     raise

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,7 +14,6 @@ from typing import Any
 from layertap.models.devices.memory import count_oom_kills
 from layertap.models.errors import LoadError
 from layertap.service.engine.batch import CPU
-from layertap.service.engine.deadline import deadline_error
 from layertap.service.engine.execute.processes.forking import find_cause
 from layertap.service.engine.execute.processes.model_host import ModelHost
 from layertap.service.engine.execute.processes.wire import ToWorker
@@ -86,14 +83,12 @@ class WorkerPool:
             self._end_late()
         return worker
 
-    async def ask(self, message: ToWorker, seconds: float, wait_s: float = math.inf) -> Any:
+    async def ask(self, message: ToWorker, seconds: float) -> Any:
         """The answer of the next idle worker; errors of ``PendingMessage``.
 
-        The worker is ended after so many seconds, or if this is cancelled. DeadlineError if none is idle for ``wait_s``
-        seconds.
+        The worker is ended after so many seconds, or if this is cancelled; what is cancelled before is never sent.
         """
         pending = PendingMessage(message, seconds)
-        pending.expires = time.monotonic() + wait_s
         if self.lost.is_set():
             raise ModelLostError
         if self._idle:
@@ -122,8 +117,6 @@ class WorkerPool:
         """Give a worker the next message that waits, or make it idle."""
         while self._waiting:
             pending = self._waiting.popleft()
-            if pending.expires <= time.monotonic():
-                pending.settle(deadline_error())
             if not pending.result.done():  # its caller has not gone
                 if self._timer is None:
                     self._end_late()

@@ -57,11 +57,11 @@ class PendingMessage:
 
     ``result``: the answer, or the error why there is none: WorkerDiedError if the worker dies, or is ended;
     ModelLostError if it was dead before, or the host has ended; UnavailableError if the message can't be sent, or the
-    answer can't be received. On the clock of ``time.monotonic``: it is not sent after ``expires``; ``deadline``, once
-    it is sent, is when the worker is ended.
+    answer can't be received. ``deadline``: once it is sent, when the worker is ended, on the clock of
+    ``time.monotonic``.
     """
 
-    deadline = expires = math.inf
+    deadline = math.inf
 
     def __init__(self, message: ToWorker, seconds: float) -> None:
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -19,7 +19,6 @@ from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.execute.processes.loading import HostedModel
 from layertap.service.engine.execute.processes.process_executor import ProcessExecutor
 from layertap.service.engine.execute.processes.worker_process import WorkerDiedError
-from layertap.service.errors import DeadlineError
 from layertap.service.inputs.items import TextItem
 from tests.marks import slow
 from tests.server import Live
@@ -169,8 +168,8 @@ def test_killed_again_and_again(fatal: Live, killed: Path, times: int, status: i
     assert killed.stat().st_size == 5
 
 
-def test_waits_too_long(fatal: Live) -> None:
-    """What has waited for a worker until nobody needs it is not sent."""
+def test_cancelled_while_it_waits(fatal: Live) -> None:
+    """What waits for a worker when its caller goes is not sent: it ends none, and those behind it are answered."""
     executor = fatal.engine.manager.handles["pictures"].executor
     assert isinstance(executor, ProcessExecutor)
     workers = executor.workers
@@ -178,13 +177,16 @@ def test_waits_too_long(fatal: Live) -> None:
     async def ask_busy() -> None:
         wait_until(lambda: len(workers._idle) == 2)
         busy = [workers.take(), workers.take()]
-        asking = asyncio.ensure_future(workers.ask(("decode", []), seconds=60.0, wait_s=0.0))
+        taken = [worker.progress.taken for worker in busy]
+        gone, asking = [asyncio.ensure_future(workers.ask(("decode", []), seconds=60.0)) for _ in range(2)]
+        await asyncio.sleep(0)
+        gone.cancel()
         await asyncio.sleep(0)
         for worker in busy:
             workers._add(worker)
-        with pytest.raises(DeadlineError):
-            await asking
-        assert await workers.ask(("decode", []), seconds=60.0, wait_s=60.0) == []
+        assert await asking == []
+        assert sum(worker.progress.taken for worker in busy) == sum(taken) + 1
+        assert set(workers._workers) == set(busy)
 
     fatal.run(ask_busy())
 
