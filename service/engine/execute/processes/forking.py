@@ -218,8 +218,8 @@ class Forker:
         with suppress(EOFError, OSError):
             status: int | None = self._ask(pid, (), END_SECONDS)
             return status
-        with suppress(ChildProcessError):  # it has ended with its parent; this process may have adopted it
-            os.waitpid(pid, os.WNOHANG)
+        with suppress(ChildProcessError):  # it ends with its parent; this process may have adopted it
+            os.waitpid(pid, 0)
         return None
 
     def kill(self) -> int | None:

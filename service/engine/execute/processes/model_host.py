@@ -117,9 +117,6 @@ class ModelHost:
         self._closed = True
         if self._lock.locked() and self._forker is not None:  # nobody waits for this load any more
             self._forker.kill()
-        for worker in list(self.workers.values()):  # also one that started while the server began to shut down
-            worker.channel.close()
-            self.end_worker(worker.pid)  # only the host can reap it if this process is PID 1
         with self._lock:
             self._end()
 
@@ -169,12 +166,12 @@ class ModelHost:
                     channel.send(True)
 
     def _end(self) -> None:
-        """End the process, and its workers with it."""
-        if self._forker is not None:
-            self._forker.close()
-        for worker in list(self.workers.values()):
+        """End the workers, while the process can wait for them, and then the process."""
+        for worker in list(self.workers.values()):  # also one that started while the server began to shut down
             worker.channel.close()
             self.end_worker(worker.pid)
+        if self._forker is not None:
+            self._forker.close()
         self._forker = None
 
 

@@ -114,7 +114,26 @@ with ThreadPoolExecutor(1) as pool:
     loading.result().host.close()
 """
 
-SCRIPTS = {"copies": COPIES, "killed": KILLED, "beside": BESIDE}
+# As PID 1 a server adopts the workers of a host that is killed: it waits for all of them.
+ADOPTS = """
+import os, signal
+from pathlib import Path
+from layertap.models.digits import spec
+from layertap.service.settings import Settings
+from layertap.service.engine.execute.processes import forking
+from layertap.service.engine.execute.processes.loading import load_in_host
+
+forking._prctl(forking.PR_SET_CHILD_SUBREAPER, 1)
+host = load_in_host(spec(), Settings(workers=4), None, print).host
+for _ in range(3):
+    before = list(host.workers)
+    os.kill(int(Path(f"/proc/{before[0]}/stat").read_text().split()[3]), signal.SIGKILL)
+    host.load()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in before)
+host.close()
+"""
+
+SCRIPTS = {"copies": COPIES, "killed": KILLED, "beside": BESIDE, "adopts": ADOPTS}
 
 
 @pytest.mark.slow
