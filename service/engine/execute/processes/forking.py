@@ -50,6 +50,7 @@ def fork_for_parent(work: Callable[[], object], failure: str, model: str = "") -
     reader, writer = os.pipe()
 
     def work_alone() -> None:
+        os.close(reader)
         os.close(writer)
         work()
 

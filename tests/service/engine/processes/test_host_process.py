@@ -147,9 +147,13 @@ def test_process(script: str, tmp_path: Path) -> None:
 END_S = 20
 
 
-def list_sockets(pid: int) -> set[str]:
+def list_opened(pid: int, kind: str) -> set[str]:
     opened = {str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
-    return {name for name in opened if name.startswith("socket:")}
+    return {name for name in opened if name.startswith(kind)}
+
+
+def list_sockets(pid: int) -> set[str]:
+    return list_opened(pid, "socket:")
 
 
 @pytest.mark.slow
@@ -166,6 +170,7 @@ def test_serve(tmp_path: Path, way: signal.Signals, status: int) -> None:
         before = descendants(server.running.pid)
         copy, host, *workers = before
         assert [parent(pid) for pid in before] == [server.running.pid] * 2 + [host] * 2
+        assert not list_opened(host, "pipe:") - list_opened(server.running.pid, "pipe:")  # but for what it prints to
         for pid in before:
             assert not list_sockets(pid) & list_sockets(server.running.pid)
         os.kill(copy, signal.SIGKILL)
