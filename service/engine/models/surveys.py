@@ -36,7 +36,7 @@ class Surveys:
         survey = self._surveys.get(key)
         if survey is None:
             survey = self._surveys[key] = _Survey(asyncio.ensure_future(self._run(work)))
-            survey.task.add_done_callback(_retrieve_error)
+            survey.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # asyncio would log it
         survey.callers += 1
         try:
             return cast("T", await wait_until(deadline, asyncio.shield(survey.task)))
@@ -49,9 +49,3 @@ class Surveys:
     async def _run(self, work: Callable[[], Awaitable[T]]) -> T:
         async with self._lock:
             return await work()
-
-
-def _retrieve_error(task: asyncio.Task[Any]) -> None:
-    """An error that nobody waits for is none that asyncio has to log."""
-    if not task.cancelled():
-        task.exception()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,8 +18,7 @@ from layertap.service.types import RestartReason
 
 RETRY_SECONDS = 5.0
 GRACE_SECONDS = 1.0  # after the deadline
-# How often a message is sent again, alone, whose worker died: of that cause, or because the message's time was over.
-MORE_TRIES: Mapping[Cause | Literal["timeout"], int] = {"killed": 4, "memory": 1, "crash": 1, "timeout": 1}
+KILLED_RETRIES = 4  # how often a message is sent again, alone, whose workers are killed from outside
 Ended = RestartReason | Literal[""]  # why a worker has ended, if it has; "unknown" if it was not the server
 OnFree = Callable[["WorkerProcess", Ended, "PendingMessage | None", Any], None]
 
@@ -43,12 +42,12 @@ class WorkerDiedError(Exception):
 
     def may_retry(self, deaths: int) -> bool:
         """Whether to send the message again, alone, if ``deaths`` workers had died of it before this one."""
-        return deaths < MORE_TRIES[self.cause]
+        return deaths < (KILLED_RETRIES if self.cause == "killed" else 1)
 
 
 def killed_error() -> UnavailableError:
     """The error for a message whose workers were killed from outside, again and again."""
-    detail = f"the process that computes the answer was killed {1 + MORE_TRIES['killed']} times"
+    detail = f"the process that computes the answer was killed {1 + KILLED_RETRIES} times"
     return UnavailableError(detail, hint="something outside of the server kills it", retry_after=RETRY_SECONDS)
 
 
