@@ -101,6 +101,7 @@ def test_ended(served: Process, path: Path) -> None:
 
 def test_left_behind(path: Path) -> None:
     """A socket that a server left behind is no obstacle to the next one."""
+    path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(path))
     assert path.is_socket()
