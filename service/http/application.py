@@ -1,6 +1,6 @@
-"""The application: FastAPI, with a road of its own for what is called all the time.
+"""The application: FastAPI, and plain Starlette routes for the requests that are sent most.
 
-FastAPI validates and documents the routes that are called now and then. ``/extract`` and the routes below ``/v1`` and
+FastAPI validates and documents the other routes. ``/extract`` and the routes below ``/v1`` and
 ``/v2`` are plain routes of Starlette (``ExchangeRoute``), because what FastAPI does for each request takes as many
 calls as all else together; their schemas are shown in the same document. Both are in ``app.routes``.
 """

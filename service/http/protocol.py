@@ -219,7 +219,7 @@ class Connection(asyncio.Protocol, asyncio.Transport):
 def make_server_config(
     app: FastAPI, settings: Settings, metrics: Metrics | None = None, **options: Any
 ) -> uvicorn.Config:
-    """The configuration of uvicorn, with more of its own ``options``; ``metrics`` may count the connections."""
+    """The configuration of uvicorn. ``options`` override its fields; ``metrics`` count the connections."""
     return uvicorn.Config(
         app.middleware_stack or app,  # what FastAPI does around its stack is of no use here
         **{

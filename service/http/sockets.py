@@ -54,7 +54,7 @@ def format_url(address: Address, scheme: str = "http") -> str:
 
 
 def _listen_at_path(path: Path) -> socket.socket:
-    """A Unix socket, in place of one that nobody serves any more."""
+    """A listening Unix socket. A socket file whose server has ended is replaced; OSError becomes LayertapError."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         with socket.socket(socket.AF_UNIX) as probe:

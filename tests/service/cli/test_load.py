@@ -34,7 +34,7 @@ def write(folder: Path, *entries: Json) -> Path:
 
 
 def test_built_in(command: Command, live: Live, tmp_path: Path) -> None:
-    """Without a scenario it is that of ``digits``: every kind is told of, counts add up, and a file is written."""
+    """The default scenario is ``digits``. The report lists every kind, its counts add up, and the file is written."""
     figures = tmp_path / "r.json"
     done = command("load", live.url, "--rate", "50", "--duration", "1", "--json", figures)
     assert done.status == 0, done.notes
