@@ -55,7 +55,7 @@ lint: $(STAMP) ## Check style, formatting, types, import directions and unsafe l
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports --no-logo
 	@$(BIN)/python -m tests.unsafe models service client \
-		|| { echo 'lint: read files with safetensors or models.weights, never with what may run code in them' >&2; exit 1; }
+		|| { echo 'lint: read files with safetensors or models/sources/checkpoints.py, never with what may run code in them' >&2; exit 1; }
 
 # Only what the lock names, by version and hash; nothing is installed or resolved.
 audit: $(STAMP) ## Look for known vulnerabilities of what requirements-dev.lock pins (needs the network)

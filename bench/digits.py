@@ -22,7 +22,7 @@ from torch.nn import functional
 from layertap.models.digits import PREPROCESS, WEIGHTS
 from layertap.models.digits.architecture import digits
 from layertap.models.inputs.preprocess import preprocess
-from layertap.models.weights.state_dict import digest_weights
+from layertap.models.sources.state_dict import digest_weights
 
 SEED = 0
 EPOCHS = 30

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from layertap.models.fingerprint import digest_architecture
 from layertap.models.inputs.noise import make_noise_row
 from layertap.models.loading import identify_model
-from layertap.models.replica import call_module
+from layertap.models.run.fingerprint import digest_architecture
+from layertap.models.run.replica import call_module
 from layertap.models.sources.build import build_model
 from layertap.models.spec import ModelSpec
 

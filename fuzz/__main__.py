@@ -11,7 +11,7 @@ import atheris
 with atheris.instrument_imports(
     include=[
         "PIL",
-        *(f"layertap.{room}" for room in ("models.errors", "models.selection", "service.inputs")),
+        *(f"layertap.{room}" for room in ("models.errors", "models.plan", "models.points", "service.inputs")),
         "numpy.lib",
         "zipfile",
     ]

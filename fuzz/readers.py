@@ -13,8 +13,8 @@ import safetensors.numpy
 from PIL import Image
 
 from layertap.models.errors import InputError, LayertapError, SelectorError, TooLargeError
-from layertap.models.selection.hook_points import Selector
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.requested import Selector
+from layertap.models.plan.selectors import parse_selector
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.inputs.arrays import Array, read_npy, read_npz, read_safetensors
 from layertap.service.inputs.images import decode_image

@@ -8,10 +8,10 @@ LayertapError
 │   ├── SelectorError      a selector's text or its options make no sense
 │   ├── UnknownLayerError  no layer of that name, or no such call, path or site of it
 │   └── InputError         an input does not fit the model
-│       └── OtherCallsError  its forward makes other calls than the catalogue's
+│       └── OtherCallsError  its forward makes other calls than the catalog's
 ├── TooLargeError          a figure over its limit
 │   └── OutOfMemoryError   the device has no memory for a batch
-└── LayerNotReachedError   the forward ended before a point that its catalogue promised
+└── LayerNotReachedError   the forward ended before a point that its catalog promised
 
 Beside the tree is HookError, for bugs in hooks.
 """
@@ -238,7 +238,7 @@ def out_of_memory_error(rows: int) -> OutOfMemoryError:
 
 
 class LayerNotReachedError(LayertapError):
-    """The forward ended before a point that the catalogue promised."""
+    """The forward ended before a point that the catalog promised."""
 
 
 class HookError(BaseException):

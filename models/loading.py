@@ -14,11 +14,10 @@ import torch
 from torch import nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
-from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.devices import devices, memory
-from layertap.models.devices.costs import locate_history
 from layertap.models.devices.devices import DTYPES, TOLERANCE, count_cores, describe_speed, dtype_name, use_threads
+from layertap.models.devices.turns import build_beside, take_turn
 from layertap.models.errors import (
     InputError,
     LoadError,
@@ -29,24 +28,32 @@ from layertap.models.errors import (
     label_failures,
     note_cause,
 )
-from layertap.models.gradients.resolve_objective import count_classes
 from layertap.models.hooks.attention import keep_padding_zero
 from layertap.models.inputs.device_decoder import create_device_decoder
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.labels import Outputs, choose_labels
-from layertap.models.loaded_model import LoadedModel
-from layertap.models.model_catalogs import CatalogCache, ModelCatalogs, survey_configured
-from layertap.models.reachable import digest_reachable
-from layertap.models.replica import KeptForward, Replica, copy_module, create_replica, has_same_calls, takes_by_position
-from layertap.models.row_check import read_note
-from layertap.models.selection.embedding import EmbeddingChoice, ModelEmbedding, choose_embedding, find_choice
-from layertap.models.selection.projections import read_projection
+from layertap.models.plan.embedding import ModelEmbedding, choose_embedding, find_choice
+from layertap.models.plan.projections import read_projection
+from layertap.models.plan.resolve_objective import count_classes
+from layertap.models.run import fingerprint
+from layertap.models.run.costs import locate_history
+from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.model_catalogs import CatalogCache, ModelCatalogs, survey_configured
+from layertap.models.run.reachable import digest_reachable
+from layertap.models.run.replica import (
+    KeptForward,
+    Replica,
+    copy_module,
+    create_replica,
+    has_same_calls,
+    takes_by_position,
+)
+from layertap.models.run.row_check import read_note
 from layertap.models.sources import build
 from layertap.models.sources.embeddings import KnownEmbedding, find_known_embedding
-from layertap.models.spec import DType, EmbeddingSpec, ModelSpec
-from layertap.models.turns import build_beside, take_turn
-from layertap.models.weights.state_dict import digest_weights
+from layertap.models.sources.state_dict import digest_weights
+from layertap.models.spec import DType, EmbeddingChoice, EmbeddingSpec, ModelSpec
 
 log = logging.getLogger("layertap")
 NO_MEMORY_HINT = "load fewer models on this device, or give this one a smaller dtype or input"
@@ -116,7 +123,7 @@ def load_model(
         crossing = read_note(costs_folder, identity)
         outputs = spec.outputs or built.outputs
         configured = _apply_configuration(run(survey), spec, outputs, crosses_rows=crossing is not None)
-        inputs = inputs.with_traits(configured.traits)
+        inputs = inputs.with_padding(configured.traits.pads, configured.traits.left_padding)
         create = partial(ModelCatalogs, forward, device=device, prefix_tokens=built.prefix_tokens, threads=threads)
         catalogs = create(inputs, configured=configured, crossing=crossing)
         try:
@@ -250,7 +257,7 @@ def _find_embedding(
 
 
 def _apply_configuration(catalog: Catalog, spec: ModelSpec, outputs: Outputs | None, *, crosses_rows: bool) -> Catalog:
-    """The catalogue with the ``outputs`` that are known, and with crossing rows if ``mode`` may cause them."""
+    """The catalog with the ``outputs`` that are known, and with crossing rows if ``mode`` may cause them."""
     traits = catalog.traits
     if outputs is not None:
         traits = replace(traits, outputs=tuple((info.path, outputs) for info in catalog.outputs))

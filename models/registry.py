@@ -11,9 +11,9 @@ from typing import Literal
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices.devices import allow_tf32
 from layertap.models.errors import Failure, LoadError, UnknownModelError, escape, find_nearest, make_load_error, suggest
-from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
-from layertap.models.model_info import ModelInfo
+from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.model_info import ModelInfo
 from layertap.models.spec import ModelSpec
 
 State = Literal["available", "loading", "ready", "failed"]

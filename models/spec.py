@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field
 from math import inf, isfinite
 from typing import Any, Literal
 
+from layertap.models.grammar import SOURCES, is_checkpoint
 from layertap.models.labels import Outputs
-from layertap.models.selection.hook_points import Pool, ReplyDType
-from layertap.models.sources.grammar import SOURCES, is_checkpoint
 
+Pool = Literal["none", "mean", "mean_all", "max", "gem", "cls", "last", "flatten"]
+ReplyDType = Literal["float32", "float16", "int8"]
 Device = str
 Shapes = tuple[tuple[int, ...], ...]  # of one row, input by input
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -21,6 +22,7 @@ Decode = Literal["exact", "fast", "device"]
 Mode = Literal["eval", "train"]  # of a module, as torch has them
 Compile = Literal[False, True, "always"]
 Preprocessed = Literal["", "caller", "mixed"]  # by whom rows were preprocessed; empty if as configured
+LeftPadding = Literal["as sent", "numbered", "refused"]  # how a model takes padding in front of a text
 Truncate = Literal["none", "start", "end"]  # what is cut off a text that is too long; "none": it is refused
 Tower = Literal["texts", "pictures"]  # of a model of two towers, by its input
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels of a picture
@@ -175,6 +177,21 @@ class EmbeddingSpec:
     layer: str
     pool: Pool | None = None
     normalize: bool = False
+    layout: str | None = None
+
+
+@dataclass(frozen=True)
+class EmbeddingChoice:
+    """A layer whose tensor is a model's embedding, and why; ``pool`` None: chosen so that a row becomes a vector.
+
+    ``guessed``: the model itself does not say that this is its embedding.
+    """
+
+    layer: str
+    reason: str
+    pool: Pool | None = None
+    normalize: bool = False
+    guessed: bool = False
     layout: str | None = None
 
 

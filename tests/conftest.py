@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 
 from layertap.models import loading
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import ModelSpec, WarmSpec
 from tests.loading import LOADED, load_model
 from tests.nets import INPUTS

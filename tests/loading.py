@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from layertap.models import loading
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import ModelSpec
 
 LOADED: WeakValueDictionary[int, LoadedModel] = WeakValueDictionary()

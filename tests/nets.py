@@ -33,7 +33,7 @@ def batch(inputs: Sequence[InputSpec], rows: int, seed: int = 0) -> dict[str, Te
 
 
 def surveyed(module: nn.Module, *shape: int, prefix: int = 0) -> Catalog:
-    """The catalogue of a module for float32 rows of one shape."""
+    """The catalog of a module for float32 rows of one shape."""
     specs = (InputSpec("x", shape),)
     device = torch.device("cpu")
     return survey(module.eval(), specs, lambda rows: module(*rows.values()), device, prefix, torch.float32)

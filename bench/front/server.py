@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from bench.front import DECODE_FIRST
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.model_info import ModelInfo
+from layertap.models.run.model_info import ModelInfo
 from layertap.service.cli.main import main
 from layertap.service.engine.execute.decode import try_to_decode
 from layertap.service.engine.execute.processes import loading, worker

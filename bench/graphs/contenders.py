@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.export import ExportedProgram, export
 
 from bench.graphs.variants import Variant
-from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.compiled.compile import OPTIONS, compile_graph, compute_key, export_graph, open_folder, open_graph
-from layertap.models.compiled.compiled_plan import PlanGraphs
 from layertap.models.compiled.cuda_graphs import get_kind
 from layertap.models.inputs.noise import make_noise, make_noise_row
-from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
-from layertap.models.planner import make_plan
-from layertap.models.selection.plan import Capture, Plan
+from layertap.models.plan.plan import Capture, Plan
+from layertap.models.plan.planner import make_plan
+from layertap.models.run.batch_slices import RequestSlice
+from layertap.models.run.compiled_plan import PlanGraphs
+from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import DType, MemoryFormat, ModelSpec
 
 Run = Callable[[], Tensor]

@@ -133,12 +133,12 @@ def one(bench: Bench, load: Load) -> Lines:
 
 
 def early(bench: Bench, load: Load) -> Lines:
-    """Layers at several depths in turn, one request at a time; ``ratio`` is measured share to the catalogue's."""
+    """Layers at several depths in turn, one request at a time; ``ratio`` is measured share to the catalog's."""
     with serving([load.model], bench.folder) as server:
         with closing(Connection(server.port)) as line:
-            catalogue = {layer["name"]: layer for layer in line.get(f"/models/{load.model}/layers")["layers"]}
+            catalog = {layer["name"]: layer for layer in line.get(f"/models/{load.model}/layers")["layers"]}
         names = [*EARLY[load.model], "."]
-        shape = catalogue["."]["inputs"][0]["shape"][1:]
+        shape = catalog["."]["inputs"][0]["shape"][1:]
         body = io.BytesIO()
         np.save(body, np.random.default_rng(0).standard_normal(shape, dtype=np.float32))
         paths = [extract(load.model, (name,), "mean", "npy") for name in names]
@@ -147,10 +147,10 @@ def early(bench: Bench, load: Load) -> Lines:
     *parts, whole = [_milliseconds(answers) | shares for answers in sequence]
     found = {}
     for name, part in zip(EARLY[load.model], parts, strict=True):
-        share = catalogue[name]["cost"]
+        share = catalog[name]["cost"]
         measured = {f"{key}_share": part[f"{key}_ms"] / whole[f"{key}_ms"] for key in ("forward", "wall")}
         ratios = {key.replace("share", "ratio"): value / share for key, value in measured.items()}
-        found[f"early {name}"] = {**part, "catalogue_share": share, **measured, **ratios}
+        found[f"early {name}"] = {**part, "catalog_share": share, **measured, **ratios}
     return {**found, "early .": whole}
 
 

@@ -170,7 +170,7 @@ SHOWN = (
         {
             "forward_ms": "forward ms",
             "wall_ms": "wall ms",
-            "catalogue_share": "catalogue",
+            "catalog_share": "catalog",
             "forward_share": "measured",
             "forward_ratio": "ratio",
             "wall_ratio": "wall ratio",

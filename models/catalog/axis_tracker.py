@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layertap.models.catalog.axes import PLACES, Axes, Axis, Role, make_axes, view_as
 from layertap.models.catalog.observations import Observation
-from layertap.models.dispatch_mode import DispatchMode
+from layertap.models.devices.dispatch_mode import DispatchMode
 from layertap.models.hooks.tensor_tree import Path, iterate_tensors
 
 Geometry = tuple[int, torch.Size, tuple[int, ...]]  # where a tensor's numbers lie in its memory

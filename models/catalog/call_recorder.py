@@ -17,7 +17,6 @@ from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.observations import (
     Address,
     AttentionObservation,
-    Boundary,
     CallObservation,
     Observation,
     Place,
@@ -32,6 +31,7 @@ from layertap.models.hooks.functions import may_call_functions, run_unseen
 from layertap.models.hooks.running_calls import get_version
 from layertap.models.hooks.tensor_tree import Arguments, Path, find_refused, iterate_tensors
 from layertap.models.inputs.noise import QUIET, ROWS
+from layertap.models.points import Site
 
 
 class CallRecorder:
@@ -59,7 +59,7 @@ class CallRecorder:
         self._taken: dict[int, int] = {}  # the memory that the last function took, with its version then
         self._running: list[tuple[nn.Module, int]] = []
         self._values: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}  # by id: a version, and the value's number
-        self._places: list[list[tuple[CallObservation, Boundary, Path]]] = []  # of each value, in order
+        self._places: list[list[tuple[CallObservation, Site, Path]]] = []  # of each value, in order
 
     def describe_calls(self) -> dict[nn.Module, list[tuple[set[Path], set[Path], int]]]:
         """The modules that were called: for each call, paths of inputs and outputs, and the number of attentions."""
@@ -82,7 +82,7 @@ class CallRecorder:
             for path, each in tensors.items()
         }
 
-    def find_origins(self, call: CallObservation) -> Iterator[tuple[Path, tuple[CallObservation, Boundary, Path]]]:
+    def find_origins(self, call: CallObservation) -> Iterator[tuple[Path, tuple[CallObservation, Site, Path]]]:
         """Of inputs of a call that others read too, which would not see them changed there: where they come from."""
         for path, taken in call.tensors["input"].items():
             (first, side, there), *_ = places = self._places[taken.value]
@@ -148,7 +148,7 @@ class CallRecorder:
             call.is_view = any(address and self._taken.get(address) == memory[address] for address in memory)
         self._record(call, side, value)
 
-    def _record(self, call: CallObservation, boundary: Boundary, value: object) -> None:
+    def _record(self, call: CallObservation, boundary: Site, value: object) -> None:
         """Note tensors at one side of a call."""
         tensors, alone = call.tensors[boundary], self._alone.find(call.address) if self._alone else None
         with attention.disable_observers():
@@ -229,7 +229,7 @@ def _record_weights(call: CallObservation) -> None:
     for index, each in enumerate(call.attention):
         path = (str(index),) if len(call.attention) > 1 else ()
         *outer, keys = each.info.shape
-        parts: dict[Boundary, int] = {"attention": keys - each.sinks.count, "sinks": each.sinks.count}
+        parts: dict[Site, int] = {"attention": keys - each.sinks.count, "attention_sink": each.sinks.count}
         for boundary, count in parts.items():
             if count:
                 info = replace(each.info, path=path, shape=(*outer, count))

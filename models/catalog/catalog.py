@@ -6,15 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Literal
 
 from layertap.models.devices.devices import FLOATS, TORCH_DTYPES
-from layertap.models.hooks.sites import SITES, Site
 from layertap.models.labels import Outputs
-
-# A layer, the number of its call, a path, a site, and the function there or "": what a hook point is made of.
-Origin = tuple[str, int, tuple[str, ...], Site, str]
-LeftPadding = Literal["as sent", "numbered", "refused"]
+from layertap.models.points import SITES, Point, Site
+from layertap.models.spec import LeftPadding
 
 
 @dataclass(frozen=True)
@@ -152,7 +148,7 @@ class Call:
     attention: CallBoundary | None = None
     functions: Mapping[str, Call] = field(default_factory=dict)
     sinks: CallBoundary | None = None
-    origins: Mapping[tuple[str, ...], Origin] = field(default_factory=dict)
+    origins: Mapping[tuple[str, ...], Point] = field(default_factory=dict)
     is_view: bool = False
 
     def contains(self, other: Call) -> bool:
@@ -165,9 +161,9 @@ class Call:
             **dict.fromkeys(("attention", "unfused"), self.attention),
             "input": self.input,
             "output": self.output,
-            "sink": self.sinks,
+            "attention_sink": self.sinks,
         }
-        boundary = boundaries[SITES[site].side]
+        boundary = boundaries[SITES[site].hook]
         return boundary or replace(self.output, tensors=(), refused=())
 
 
@@ -217,7 +213,7 @@ class Catalog:
 
     ``seconds``: one forward of one row. ``crosses_rows``: whether what else is in the batch may change a row's output;
     ``batches``: whether a forward takes several rows at all.
-    ``start`` is the layer that forwards go on from, where they do not begin at the model's inputs; the catalogue then
+    ``start`` is the layer that forwards go on from, where they do not begin at the model's inputs; the catalog then
     has the tensors that follow from that layer's output alone. ``sizes_known``: whether the rows have that shape; where
     they may have another, sizes are an example.
     ``has_functions``: whether it tells what functions take and return. ``traits`` hold for rows of all shapes.

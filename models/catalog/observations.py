@@ -1,11 +1,10 @@
-"""What one forward shows of a model's calls and tensors: what a catalogue says of each, and a sketch of its numbers."""
+"""What one forward shows of a model's calls and tensors: what a catalog says of each, and a sketch of its numbers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +12,14 @@ from torch.nn import functional
 
 from layertap.models.catalog.axes import Axes
 from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.devices.plain_tensors import to_plain, view_bytes
 from layertap.models.hooks.attention import Sinks
-from layertap.models.hooks.tensor_tree import Path, to_plain, view_bytes
+from layertap.models.hooks.tensor_tree import Path
+from layertap.models.points import Site
 
 Shape = tuple[int, ...]
-Boundary = Literal["input", "output", "attention", "sinks"]  # of a call
 Address = tuple[nn.Module, int, str]  # of a call: a module, the number of its call, and the function, if it is of one
-Place = tuple[Address, Boundary, Path]  # of a tensor
+Place = tuple[Address, Site, Path]  # of a tensor
 
 
 @dataclass
@@ -58,8 +58,8 @@ class CallObservation:
     address: Address
     start: float
     end: float = -1
-    tensors: dict[Boundary, dict[Path, Observation]] = field(default_factory=lambda: defaultdict(dict))
-    refused: dict[Boundary, tuple[tuple[Path, str], ...]] = field(default_factory=dict)
+    tensors: dict[Site, dict[Path, Observation]] = field(default_factory=lambda: defaultdict(dict))
+    refused: dict[Site, tuple[tuple[Path, str], ...]] = field(default_factory=dict)
     attention: list[AttentionObservation] = field(default_factory=list)
     has_partial_attention: bool = False
     functions: dict[str, CallObservation] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The catalogue of another shape: what the survey of the configured one found, with the sizes of one forward."""
+"""The catalog of another shape: what the survey of the configured one found, with the sizes of one forward."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
-from layertap.models.catalog.observations import Boundary, CallObservation, Observation, Sketch
+from layertap.models.catalog.observations import CallObservation, Observation, Sketch
 from layertap.models.catalog.patches import number_patches
 from layertap.models.devices.devices import dtype_name
 from layertap.models.hooks.tensor_tree import Path
+from layertap.models.points import Site
 
 NO_SKETCH = Sketch((), 0.0, 0.0)
 
@@ -30,7 +31,7 @@ class SizeRecorder(CallRecorder):
 
 
 def resize_catalog(configured: Catalog, module: nn.Module, recorder: SizeRecorder, prefix: int) -> Catalog:
-    """The catalogue of the shape of which the recorder has seen one row; CallsDifferError.
+    """The catalog of the shape of which the recorder has seen one row; CallsDifferError.
 
     Axes, layouts and shares of the cost are those of the configured shape. Memory is not counted here; time grows as
     what all layers return, and their attention, does.
@@ -58,13 +59,13 @@ def _resize_layer(layer: Layer, calls: Sequence[CallObservation]) -> Layer:
 def _resize_call(call: Call, seen: CallObservation) -> Call:
     _check((call.input.order, call.output.order) == (seen.start, seen.end))
 
-    def resize(name: Boundary, boundary: CallBoundary) -> CallBoundary:
+    def resize(name: Site, boundary: CallBoundary) -> CallBoundary:
         infos = [each.info for each in seen.tensors[name].values()]
         _check(boundary.refused == seen.refused.get(name, ()))
         _check([info.path for info in boundary.tensors] == [info.path for info in infos])
         return replace(boundary, tensors=tuple(map(_resize_tensor, boundary.tensors, infos)))
 
-    def resize_optional(name: Boundary, boundary: CallBoundary | None) -> CallBoundary | None:
+    def resize_optional(name: Site, boundary: CallBoundary | None) -> CallBoundary | None:
         _check((boundary is None) == (not seen.tensors[name]))
         return resize(name, boundary) if boundary is not None else None
 
@@ -72,7 +73,7 @@ def _resize_call(call: Call, seen: CallObservation) -> Call:
         resize("input", call.input),
         resize("output", call.output),
         resize_optional("attention", call.attention),
-        sinks=resize_optional("sinks", call.sinks),
+        sinks=resize_optional("attention_sink", call.sinks),
     )
 
 

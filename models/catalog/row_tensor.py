@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import InputError
-from layertap.models.hooks.sites import AXES
+from layertap.models.points import AXES
 
 Span = tuple[int, int]  # rows from one up to, not including, the other
 Position = tuple[int, ...]
@@ -22,7 +22,7 @@ POSITION_AXES = {1: "T", 2: "HW"}  # of how many numbers a position is, and the 
 
 @dataclass(frozen=True)
 class RowTensor:
-    """A tensor and what its catalogue says of it; every method is differentiable, and gives views where it can.
+    """A tensor and what its catalog says of it; every method is differentiable, and gives views where it can.
 
     ``token_mask`` (rows, tokens), on the host, is False where a token only pads its row; None if nothing is padded.
     """
@@ -201,7 +201,7 @@ def find_position_axes(info: TensorInfo, position: Position) -> tuple[int, ...] 
 
 
 def describe_position(info: TensorInfo, position: Position | None) -> TensorInfo:
-    """What ``RowTensor.at`` gives of a tensor, as a catalogue says it."""
+    """What ``RowTensor.at`` gives of a tensor, as a catalog says it."""
     axes = find_position_axes(info, position) if position is not None else None
     if not axes:
         is_flat = len(info.shape) == 1 and info.row_axis == 0

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog.observations import Boundary, Place
+from layertap.models.catalog.observations import Place
+from layertap.models.catalog.taint import MarkedMemory, Taint, find_tensors
 from layertap.models.catalog.trials import try_forward
 from layertap.models.devices.memory import Forward, Inputs
 from layertap.models.hooks.attach import observe_calls
 from layertap.models.hooks.tensor_tree import Path, iterate_tensors
 from layertap.models.inputs.noise import copy_rows
-from layertap.models.taint import MarkedMemory, Taint, find_tensors
+from layertap.models.points import Site
 
 MAX_FLAGS = 6  # that are turned round, one forward for each
 
@@ -114,7 +115,7 @@ class TrackedForward(Taint):
         (name, fewer), (own, shapes) = self._fewer._shapes[number], self._shapes[number]
         return name == own and len(fewer) == len(shapes) and all(map(_grows, fewer, shapes))
 
-    def _note_side(self, boundary: Boundary, module: nn.Module, call: int, value: object) -> None:
+    def _note_side(self, boundary: Site, module: nn.Module, call: int, value: object) -> None:
         found = dict(iterate_tensors(value))
         self.places |= {((module, call, ""), boundary, path) for path in found if self._shared.has_any([found[path]])}
         if boundary == "output":

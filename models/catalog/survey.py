@@ -1,8 +1,8 @@
-"""Build a catalogue from a few small forwards.
+"""Build a catalog from a few small forwards.
 
 One takes a single row, one is timed, and one takes the same row between two others: the axis that grew is the row
 axis, and the row's values must be the same as before. That rows are independent is then proven (``row_proof.py``),
-or they run one at a time. A model that can't take several rows, or makes other calls with them, is catalogued from the
+or they run one at a time. A model that can't take several rows, or makes other calls with them, is recorded from the
 first forward. Device
 errors, out of memory or fatal, say nothing about the model and are not caught.
 """
@@ -23,8 +23,8 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from layertap.models.catalog.axes import Axes, make_axes, name_axes
 from layertap.models.catalog.axis_tracker import AxisTracker
 from layertap.models.catalog.call_recorder import CallRecorder
-from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, Origin, TensorInfo, Traits
-from layertap.models.catalog.observations import Boundary, CallObservation, Observation, Place
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo, Traits
+from layertap.models.catalog.observations import CallObservation, Observation, Place
 from layertap.models.catalog.patches import number_patches
 from layertap.models.catalog.row_proof import prove_rows
 from layertap.models.catalog.shared_values import TrackedForward
@@ -36,6 +36,7 @@ from layertap.models.errors import IN_THE_LOG, InputError, describe_error
 from layertap.models.hooks.attach import observe_calls
 from layertap.models.hooks.tensor_tree import Path
 from layertap.models.inputs.noise import copy_row, copy_rows, make_noise
+from layertap.models.points import Point, Site
 from layertap.models.spec import InputSpec
 
 MAX_TIMED, ENOUGH_S = 5, 0.1  # timed forwards: how many at most, and after how many seconds no further one
@@ -54,7 +55,7 @@ def survey(
     functions: bool = False,
     tolerance: float = TOLERANCE["float32"],
 ) -> Catalog:
-    """The catalogue of a module for one shape of input.
+    """The catalog of a module for one shape of input.
 
     ``inputs`` gives the shapes of one row; ``run`` calls the module with a batch of such rows; ``prefix`` is the
     number of tokens that stand before the patches; floating inputs come in ``dtype``. With ``functions`` it tells
@@ -170,7 +171,7 @@ class CatalogBuilder:
     unproven: frozenset[Place] | None
 
     def build(self) -> Catalog:
-        """The catalogue, its layers in the order in which they first run."""
+        """The catalog, its layers in the order in which they first run."""
         names = self.module.named_modules(remove_duplicate=False)
         layers = [self._build_layer(name or ".", part) for name, part in names]
         layers.sort(key=lambda layer: layer.calls[0].input.order if layer.calls else math.inf)
@@ -201,7 +202,7 @@ class CatalogBuilder:
         """A call of a module, or of a function in one."""
         several = self.several.find(alone.address) or alone
         build = partial(self._build_boundary, alone, several)
-        attention, sinks = build("attention"), build("sinks")
+        attention, sinks = build("attention"), build("attention_sink")
         functions: dict[str, Call] = {}
         # If a forward of several rows calls other functions, numbers do not tell which is which.
         if _describe_functions(alone) == _describe_functions(several):
@@ -217,21 +218,22 @@ class CatalogBuilder:
             alone.is_view or several.is_view,
         )
 
-    def _find_origins(self, call: CallObservation) -> Mapping[Path, Origin]:
+    def _find_origins(self, call: CallObservation) -> Mapping[Path, Point]:
         """Where inputs of a call come from that others read too; none where functions, which may, are not recorded."""
         if not self.alone.has_functions:
             return {}
-        origins: dict[Path, Origin] = {}
+        origins: dict[Path, Point] = {}
         for path, (origin, boundary, there) in self.alone.find_origins(call):
             module, number, function = origin.address
-            origins[path] = self._names[module], number, there, "input" if boundary == "input" else "output", function
+            site: Site = "input" if boundary == "input" else "output"
+            origins[path] = Point(self._names[module], number, there, site, function)
         return origins
 
     @cached_property
     def _names(self) -> Mapping[nn.Module, str]:
         return {module: name or "." for name, module in self.module.named_modules()}
 
-    def _build_boundary(self, alone: CallObservation, several: CallObservation, boundary: Boundary) -> CallBoundary:
+    def _build_boundary(self, alone: CallObservation, several: CallObservation, boundary: Site) -> CallBoundary:
         longer = self.other_length.find(alone.address)
         others = longer.tensors[boundary] if longer is not None else {}
         seen = alone.tensors[boundary]
@@ -245,7 +247,7 @@ class CatalogBuilder:
         return CallBoundary(order, self.timer.get_cost(order), tensors, alone.refused.get(boundary, ()))
 
     def _complete(self, info: TensorInfo, axes: Axes, other: Observation | None, unproven: bool) -> TensorInfo:
-        """What a catalogue says of a tensor, with what the other forwards tell: ``other`` is of another length."""
+        """What a catalog says of a tensor, with what the other forwards tell: ``other`` is of another length."""
         if not info.source:
             missing = make_axes((1,) * (len(info.shape) - len(axes)))  # the axis of a single row, squeezed away
             info = replace(info, layout=name_axes((*missing, *axes), info.row_axis))

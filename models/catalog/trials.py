@@ -9,17 +9,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from layertap.models.catalog.catalog import LeftPadding
 from layertap.models.catalog.row_tensor import is_near
+from layertap.models.catalog.taint import MarkedMemory
 from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
+from layertap.models.devices.turns import draw_alone
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors
 from layertap.models.inputs.model_inputs import POSITIONS, TextSpec, number_tokens
 from layertap.models.inputs.noise import LOUDER, copy_rows, make_noise
 from layertap.models.labels import Outputs
-from layertap.models.spec import InputSpec
-from layertap.models.taint import MarkedMemory
-from layertap.models.turns import draw_alone
+from layertap.models.spec import InputSpec, LeftPadding
 
 T = TypeVar("T")
 ROUNDING = TOLERANCE["float32"]  # whatever the model computes in: the same kernels take the same numbers

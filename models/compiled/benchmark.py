@@ -10,74 +10,31 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.capture.reduction import ReducedTensor
-from layertap.models.compiled.compiled_plan import PlanGraphs, WarmError
-from layertap.models.devices import costs, transfer
-from layertap.models.devices.costs import ONLY_FIGURES, Figure, ForwardSeconds, read_figures, write_figures
+from layertap.models.devices import transfer
 from layertap.models.devices.devices import TOLERANCE, describe_speed, use_threads
 from layertap.models.inputs.noise import make_noise, make_noise_row
-from layertap.models.replica import Replica
-from layertap.models.selection.plan import Plan
+from layertap.models.plan.plan import Plan
+from layertap.models.run import costs
+from layertap.models.run.batch_slices import RequestSlice
+from layertap.models.run.compiled_plan import BATCH_ROWS, PairedSeconds, PlanBenchmark, PlanGraphs, WarmError
+from layertap.models.run.costs import read_figures, write_figures
+from layertap.models.run.reduction import ReducedTensor
+from layertap.models.run.replica import Replica
 
 if TYPE_CHECKING:
-    from layertap.models.loaded_model import LoadedModel
+    from layertap.models.run.loaded_model import LoadedModel
 
 MAX_PAIRS, PAIRS_S = 40, 6.0  # pairs of a run with hooks and one by a graph; seconds after which no new pair starts
 log = logging.getLogger("layertap")
 RECIPE = 2  # raise it when the way of measuring changes
-BATCH_ROWS = 8  # rows of the larger batch
-
-
-@dataclass(frozen=True)
-class PairedSeconds:
-    """Seconds of a batch with hooks and by a graph, run in pairs: the medians of many pairs.
-
-    ``speedup`` is the median of the pairs' ratios, hooks over graph.
-    """
-
-    __pydantic_config__ = ONLY_FIGURES
-
-    hooks: Figure
-    graph: Figure
-    speedup: Figure
-
-
-@dataclass(frozen=True)
-class PlanBenchmark:
-    """The times of one row and of ``BATCH_ROWS`` rows (None if these would take too long), on one thread.
-
-    ``costs`` is a reading of the graph alone.
-    """
-
-    __pydantic_config__ = ONLY_FIGURES
-
-    one: PairedSeconds
-    several: PairedSeconds | None
-    costs: ForwardSeconds
-
-    @property
-    def by_rows(self) -> dict[int, PairedSeconds]:
-        """The measured pairs, by batch size."""
-        return {rows: pairs for rows, pairs in ((1, self.one), (BATCH_ROWS, self.several)) if pairs}
-
-    @property
-    def speedup(self) -> float:
-        """The graph's speedup over hooks: the geometric mean over both batch sizes."""
-        return geometric_mean(pairs.speedup for pairs in self.by_rows.values())
-
-    @property
-    def pays(self) -> bool:
-        """Whether the graph is faster than hooks."""
-        return self.speedup > 1
 
 
 def locate_benchmark(paths: Sequence[Path], cuda_graphs: Iterable[int], threads: int, device: torch.device) -> Path:

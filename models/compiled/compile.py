@@ -23,14 +23,14 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from torch import Tensor, nn
 
-from layertap.models.capture.reduction import ReducedTensor, apply_reduction
 from layertap.models.catalog.row_tensor import RowTensor
-from layertap.models.compiled.compiled_plan import Graph, WarmError
 from layertap.models.devices.devices import describe_processor
 from layertap.models.hooks.attach import attach_at
-from layertap.models.loaded_model import LoadedModel
-from layertap.models.replica import call_module
-from layertap.models.selection.plan import Capture
+from layertap.models.plan.plan import Capture
+from layertap.models.run.compiled_plan import Graph, WarmError
+from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.reduction import ReducedTensor, apply_reduction
+from layertap.models.run.replica import call_module
 
 MIN_ROWS = 2  # of a dynamic batch: torch.export specialises on sizes 0 and 1
 RECIPE = 2  # raise it when graphs are compiled differently

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from layertap.models.compiled.benchmark import check_against_hooks
 from layertap.models.compiled.compile import open_graph
-from layertap.models.compiled.compiled_plan import Graph, PlanGraphs, WarmError
 from layertap.models.devices import devices, transfer
 from layertap.models.errors import LayertapError
 from layertap.models.inputs.noise import make_noise
-from layertap.models.loaded_model import LoadedModel
-from layertap.models.replica import Replica
-from layertap.models.selection.plan import Plan
+from layertap.models.plan.plan import Plan
+from layertap.models.run.compiled_plan import Graph, PlanGraphs, WarmError
+from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.replica import Replica
 
 log = logging.getLogger("layertap")
 WARMUP_ROUNDS = 3  # forwards before the capture, which must not contain one-time work such as tuning and loading

@@ -21,7 +21,6 @@ from typing import Protocol, TypeVar
 
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.compiled.benchmark import (
-    PlanBenchmark,
     check_against_hooks,
     keep_benchmark,
     locate_benchmark,
@@ -37,21 +36,22 @@ from layertap.models.compiled.compile import (
     open_folder,
     open_graph,
 )
-from layertap.models.compiled.compiled_plan import CompiledPlan, PlanGraphs, WarmError
 from layertap.models.compiled.cuda_graphs import attach_cuda_graphs
-from layertap.models.devices import costs, devices
+from layertap.models.devices import devices
+from layertap.models.devices.turns import take_turn
 from layertap.models.errors import UNPROVEN, LayertapError, LoadError, RequestError
 from layertap.models.inputs.noise import make_noise, make_noise_row
-from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import TakeTurn, load_model
-from layertap.models.model_info import ModelInfo
-from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import Reduction
-from layertap.models.selection.plan import Capture, Plan
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.plan import Capture, Plan
+from layertap.models.plan.planner import make_plan
+from layertap.models.plan.requested import Reduction
+from layertap.models.plan.selectors import parse_selector
+from layertap.models.run import costs
+from layertap.models.run.compiled_plan import CompiledPlan, PlanBenchmark, PlanGraphs, WarmError
+from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.model_info import ModelInfo
 from layertap.models.sources.python import add_search_folders, list_search_folders
 from layertap.models.spec import ModelSpec, WarmSpec
-from layertap.models.turns import take_turn
 
 T = TypeVar("T")
 log = logging.getLogger("layertap")

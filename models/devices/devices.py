@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from layertap.models.errors import LoadError, escape, label_failures
-from layertap.models.sources.grammar import parse_device, parse_devices
+from layertap.models.grammar import parse_device, parse_devices
 
 FEATURE_LINES = ("flags", "Features")  # of /proc/cpuinfo, on x86 and on ARM
 MODEL_LINES = ("model name", "CPU implementer", "CPU part")

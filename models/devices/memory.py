@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from layertap.models.dispatch_mode import DispatchMode
+from layertap.models.devices.dispatch_mode import DispatchMode
 
 Inputs = Mapping[str, Tensor]  # a batch, by the names of a model's inputs
 Forward = Callable[[Inputs], object]

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from layertap.models.hooks.tensor_tree import view_bytes
+from layertap.models.devices.plain_tensors import view_bytes
 
 ALIGNMENT = 16  # bytes; enough for every dtype
 MAX_PINNED_BYTES = 2**26  # of one batch, or of one batch's results; larger ones use pageable memory

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.explanations.maps import weigh_by_drops
-from layertap.models.selection.hook_points import Explanation, InputBaseline
+from layertap.models.plan.requested import Explanation, InputBaseline
 
 Array = NDArray[Any]
 BLURS_ACROSS = 20  # a blur's deviation is the shorter side divided by this

@@ -21,11 +21,13 @@ from layertap.models.hooks import attention, tensor_tree
 from layertap.models.hooks.functions import ChangedFunctionsCall, FunctionsCall, list_parts, run_unseen
 from layertap.models.hooks.kept import KeptOutputs
 from layertap.models.hooks.running_calls import Arguments, Changes, OnCall, RunningCall, attach_calls, get_version
-from layertap.models.hooks.sites import CallKey, Side
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, get_parameters, iterate_tensors, replace_tensor
+from layertap.models.points import CallKey, HookKind
 
 T = TypeVar("T")
-Location = tuple[nn.Module, Side, CallKey, Path]  # of a tensor: a module, a kind of hook on it, a call, a path there
+Location = tuple[
+    nn.Module, HookKind, CallKey, Path
+]  # of a tensor: a module, a kind of hook on it, a call, a path there
 OnModuleCall = Callable[[nn.Module, int, object], None]  # gets the module, the number of its call, and a value
 Attach = Callable[[ExitStack, nn.Module, OnCall], None]  # until the stack ends
 
@@ -183,7 +185,7 @@ def attach_at(
 
     With ``kept`` also where the model keeps the tensor on the side.
     """
-    groups: dict[tuple[nn.Module, Side], list[tuple[CallKey, Path, T]]] = defaultdict(list)
+    groups: dict[tuple[nn.Module, HookKind], list[tuple[CallKey, Path, T]]] = defaultdict(list)
     for key, (module, side, call, path) in locations.items():
         groups[module, side].append((call, path, key))
 
@@ -197,7 +199,7 @@ def attach_at(
 
 
 def attach_all(
-    stack: ExitStack, callbacks: Iterable[tuple[nn.Module, Side, OnCall]], kept: KeptOutputs | None = None
+    stack: ExitStack, callbacks: Iterable[tuple[nn.Module, HookKind, OnCall]], kept: KeptOutputs | None = None
 ) -> None:
     """Until the stack ends, call back at each module and side; of all hooks those of functions come last."""
     in_order = sorted(callbacks, key=lambda each: each[1] in OF_FUNCTIONS)
@@ -255,14 +257,14 @@ def count_hooks(module: nn.Module) -> int:
     )
 
 
-OF_FUNCTIONS: tuple[Side, ...] = ("function", "changed_function")
+OF_FUNCTIONS: tuple[HookKind, ...] = ("function", "changed_function")
 _of_attention = partial(attach_calls, find_parts=attention.find_nested_attention)
 _of_functions = partial(attach_calls, find_parts=list_parts, ends_first=lambda module: True)
-ATTACH: Mapping[Side, Attach] = {
+ATTACH: Mapping[HookKind, Attach] = {
     "output": partial(attach_calls, kind=_OutputCall),
     "input": partial(attach_calls, kind=_InputCall),
     "attention": partial(_of_attention, kind=_AttentionCall),
-    "sink": partial(_of_attention, kind=_SinkCall),
+    "attention_sink": partial(_of_attention, kind=_SinkCall),
     "unfused": partial(_of_attention, kind=_UnfusedCall),
     "function": partial(_of_functions, kind=FunctionsCall),
     "changed_function": partial(_of_functions, kind=ChangedFunctionsCall),

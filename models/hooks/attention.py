@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from layertap.models.dispatch_mode import DispatchMode
+from layertap.models.devices.dispatch_mode import DispatchMode
 from layertap.models.errors import InputError
 from layertap.models.hooks.own_code import run_own
 

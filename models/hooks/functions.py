@@ -17,8 +17,8 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from layertap.models.hooks.running_calls import Changes, RunningCall, get_version
-from layertap.models.hooks.sites import Side
 from layertap.models.hooks.tensor_tree import Arguments, iterate_tensors, replace_tensor
+from layertap.models.points import HookKind
 
 T = TypeVar("T")
 # Layers of torch's own whose parts may be anybody's.
@@ -135,7 +135,7 @@ class _FunctionMode(TorchFunctionMode):
         written = [pair for pair, version in zip(given, versions, strict=True) if get_version(pair[1]) != version]
         return _put_in(out, changes, written)
 
-    def _hand_on(self, function: str, side: Side, value: object) -> Changes:
+    def _hand_on(self, function: str, side: HookKind, value: object) -> Changes:
         return self._call.on_call((self._call.number, function, side), value) or {}
 
 

@@ -9,11 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from layertap.models.catalog.catalog import LeftPadding, Traits
 from layertap.models.devices.devices import DTYPES
 from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.inputs.preprocess import Preprocessing
-from layertap.models.spec import Decode, InputSpec, Shapes, Tower, Truncate
+from layertap.models.spec import Decode, InputSpec, LeftPadding, Shapes, Tower, Truncate
 
 Encode = Callable[[str, int, Truncate], tuple[list[int], int]]
 POSITIONS = "position_ids"  # the argument for the position of each token in its text
@@ -176,13 +175,11 @@ class ModelInputs:
         specs = self.for_shapes(shapes).specs
         return tuple(replace(spec, shape=shape) for spec, shape in zip(specs, shapes, strict=True))
 
-    def with_traits(self, traits: Traits) -> ModelInputs:
+    def with_padding(self, pads: bool, left_padding: LeftPadding) -> ModelInputs:
         """The inputs, with the survey's findings about padding."""
         if self.text is None:
             return self
-        return replace(
-            self, text=replace(self.text, pads=self.text.pads and traits.pads, left_padding=traits.left_padding)
-        )
+        return replace(self, text=replace(self.text, pads=self.text.pads and pads, left_padding=left_padding))
 
     def replace_by_output(self, output: InputSpec) -> ModelInputs:
         """The inputs of forwards that resume from a layer: its output, and for texts also the model's mask."""

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from layertap.models.errors import LoadError, escape
 from layertap.models.sources import torchvision
-from layertap.models.weights.checkpoints import StateDict, fit_names
+from layertap.models.sources.checkpoints import StateDict, fit_names
 
 MAX_DIFFERENT = 6  # parameters whose shapes may differ: heads, the first convolution, positions
 Shapes = Mapping[str, tuple[int, ...]]

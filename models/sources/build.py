@@ -13,13 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, find_nearest, label_failures, note_cause, suggest
-from layertap.models.inputs.model_inputs import TextSpec
-from layertap.models.inputs.noise import check_examples
-from layertap.models.inputs.preprocess import Preprocessing, compute_output_size
-from layertap.models.labels import Labels, Outputs
-from layertap.models.sources.embeddings import KnownEmbedding
-from layertap.models.sources.grammar import (
+from layertap.models.grammar import (
     SOURCES,
     WeightsSource,
     list_architectures,
@@ -27,11 +23,15 @@ from layertap.models.sources.grammar import (
     parse_source,
     parse_weights,
 )
+from layertap.models.inputs.model_inputs import TextSpec
+from layertap.models.inputs.noise import check_examples
+from layertap.models.inputs.preprocess import Preprocessing, compute_output_size
+from layertap.models.labels import Labels, Outputs
+from layertap.models.sources.adapters import merge_adapter
+from layertap.models.sources.checkpoints import StateDict, read_checkpoint
+from layertap.models.sources.embeddings import KnownEmbedding
+from layertap.models.sources.state_dict import LoadReport, load_state_dict
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.turns import construct_alone
-from layertap.models.weights.adapters import merge_adapter
-from layertap.models.weights.checkpoints import StateDict, read_checkpoint
-from layertap.models.weights.state_dict import LoadReport, load_state_dict
 
 FLOAT_BITS = 32  # torchvision and timm construct modules in float32
 WEIGHTS_HINT = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from layertap.models.devices.devices import use_threads
 from layertap.models.devices.memory import is_device_error
-from layertap.models.selection.embedding import EmbeddingChoice
+from layertap.models.spec import EmbeddingChoice
 
 PRE_LOGITS = "what forward_head(pre_logits=True) returns"
 FIRST_HEAD = "what the first of its heads takes: no layer takes what forward_head(pre_logits=True) returns"

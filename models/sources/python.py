@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from layertap.models.errors import IN_THE_LOG, LoadError, escape, find_nearest, label_failures, suggest
+from layertap.models.grammar import SOURCES, is_file, parse_factory, parse_weights
 from layertap.models.sources.build import (
     BuiltModel,
     construct_module,
@@ -27,7 +28,6 @@ from layertap.models.sources.build import (
     refuse_unknown_arguments,
     wrap_build_errors,
 )
-from layertap.models.sources.grammar import SOURCES, is_file, parse_factory, parse_weights
 from layertap.models.spec import ModelSpec
 
 MAX_TRIES = 9

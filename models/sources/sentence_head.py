@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from layertap.models.errors import LoadError, escape, note_cause
-from layertap.models.weights.checkpoints import find_weights, read_checkpoint
-from layertap.models.weights.state_dict import load_state_dict
+from layertap.models.sources.checkpoints import find_weights, read_checkpoint
+from layertap.models.sources.state_dict import load_state_dict
 
 LAYER = "sentence_embedding"
 NEWER_FILE = "config_sentence_transformers.json"

@@ -10,7 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
+from layertap.models.grammar import (
+    SOURCES,
+    WeightsSource,
+    parse_weights,
+    unknown_name_error,
+)
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.inputs.presets import choose_preprocessing, from_timm
 from layertap.models.labels import Labels
@@ -28,15 +35,8 @@ from layertap.models.sources.build import (
     refuse_unknown_arguments,
     wrap_download_errors,
 )
-from layertap.models.sources.grammar import (
-    SOURCES,
-    WeightsSource,
-    parse_weights,
-    unknown_name_error,
-)
+from layertap.models.sources.state_dict import LoadReport
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.turns import construct_alone
-from layertap.models.weights.state_dict import LoadReport
 
 FOLDER_HINT = "type timm:FOLDER/ of what timm's save_for_hf wrote; a relative one is beside the configuration"
 CHANNELS = 3  # of a picture

@@ -14,6 +14,7 @@ from torchvision.models import VisionTransformer, get_model, get_model_builder, 
 from torchvision.models.video import MViT
 
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
+from layertap.models.grammar import parse_weights, unknown_name_error
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.inputs.presets import choose_preprocessing, from_torchvision
 from layertap.models.labels import Labels
@@ -28,9 +29,8 @@ from layertap.models.sources.build import (
     refuse_unknown_arguments,
     wrap_download_errors,
 )
-from layertap.models.sources.grammar import parse_weights, unknown_name_error
+from layertap.models.sources.checkpoints import StateDict
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.weights.checkpoints import StateDict
 
 FRAMES = 16
 POSITIONS, PATCHES = "encoder.pos_embedding", "conv_proj.weight"

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 
 from layertap.models.catalog import trials
 from layertap.models.devices.devices import TOLERANCE, use_threads
+from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, format_names
+from layertap.models.grammar import ADAPTER_CONFIG, get_base_name, parse_weights, refuse_adapter
 from layertap.models.inputs.noise import make_noise_row
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.labels import Labels
-from layertap.models.replica import call_module
-from layertap.models.selection.embedding import EmbeddingChoice
+from layertap.models.run.replica import call_module
+from layertap.models.sources.adapters import merge_adapter
 from layertap.models.sources.build import (
     BuiltModel,
     construct_module,
@@ -37,9 +39,10 @@ from layertap.models.sources.build import (
     refuse_unknown_arguments,
     wrap_build_errors,
 )
+from layertap.models.sources.checkpoints import find_weights, read_checkpoint
 from layertap.models.sources.embeddings import KnownEmbedding
-from layertap.models.sources.grammar import ADAPTER_CONFIG, get_base_name, parse_weights, refuse_adapter
 from layertap.models.sources.sentence_head import LAYER, attach_head, read_sentence_folder
+from layertap.models.sources.state_dict import LoadReport, has_same_values, raise_for_different, refuse_scales
 from layertap.models.sources.transformers_inputs import (
     LOCAL,
     MASK,
@@ -52,11 +55,7 @@ from layertap.models.sources.transformers_inputs import (
     read_preset,
     split_towers,
 )
-from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.turns import construct_alone
-from layertap.models.weights.adapters import merge_adapter
-from layertap.models.weights.checkpoints import find_weights, read_checkpoint
-from layertap.models.weights.state_dict import LoadReport, has_same_values, raise_for_different, refuse_scales
+from layertap.models.spec import EmbeddingChoice, InputSpec, ModelSpec
 
 FLOAT_BYTES = 4
 PLAIN = {"use_cache": False, "return_dict": True, "output_hidden_states": False, "output_attentions": False}

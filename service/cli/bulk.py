@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from layertap.models.errors import LayertapError
-from layertap.models.selection.hook_points import Pool
-from layertap.models.spec import Truncate
+from layertap.models.spec import Pool, Truncate
 from layertap.service.cli.console import ConfigOption, ModelOption, UrlOption, show_status, stderr, tell
 from layertap.service.cli.setup import check_one_answers, create_configured_engine
 

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from safetensors import SafetensorError, safe_open
 
 from layertap.models.errors import LayertapError
-from layertap.models.hooks.sites import AXES
+from layertap.models.points import AXES
 from layertap.service.bulk.arrow import import_parquet
 from layertap.service.cli.console import say
 from layertap.service.cli.setup import connect

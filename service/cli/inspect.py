@@ -18,7 +18,7 @@ from layertap.service.logs import escape_unprintable
 
 if TYPE_CHECKING:
     from layertap.models.sources.architectures import Fit
-    from layertap.models.weights.checkpoints import StateDict
+    from layertap.models.sources.checkpoints import StateDict
 
 MAX_SHOWN = 8
 OWN = {"source": "python:PATH.py:FACTORY", "inputs": [{"name": "x", "shape": [3, 224, 224]}]}
@@ -38,7 +38,7 @@ def inspect(
         raise LayertapError(f"{path} is no regular file", hint="give a checkpoint, an index of shards, or a folder")
     with show_status(f"looking for architectures that fit {path.name}"):
         from layertap.models.sources.architectures import find_fits
-        from layertap.models.weights.checkpoints import read_checkpoint
+        from layertap.models.sources.checkpoints import read_checkpoint
 
         state = read_checkpoint(path, prefix)
         fits = find_fits(path, state)

@@ -15,7 +15,7 @@ from layertap.service.cli.console import ConfigOption, UrlOption, say, show_load
 from layertap.service.cli.setup import connect, create_configured_engine
 
 if TYPE_CHECKING:
-    from layertap.models.compiled.benchmark import PlanBenchmark
+    from layertap.models.run.compiled_plan import PlanBenchmark
 
 
 def layers(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from layertap.models.errors import LayertapError
-from layertap.models.selection.hook_points import Method, Pool
+from layertap.models.plan.requested import Method
+from layertap.models.spec import Pool
 from layertap.service.cli.console import ConfigOption, ModelOption, UrlOption, say, tell
 from layertap.service.cli.output import STDOUT, FormatOption, OutOption, choose_output, choose_picture
 from layertap.service.cli.setup import connect

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from layertap.models.errors import escape
-from layertap.models.sources.grammar import is_checkpoint
+from layertap.models.grammar import is_checkpoint
 from layertap.models.spec import ModelSpec
 from layertap.service.errors import ForbiddenError
 

@@ -13,8 +13,8 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails
 
+from layertap.models.check import Place
 from layertap.models.errors import Fault, LayertapError, find_nearest
-from layertap.models.sources.check import Place
 from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec, PreprocessSpec, WarmSpec
 from layertap.service.config.allowed import Allowed
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from layertap.models.capture.batch_slices import JoinedRows
-from layertap.models.capture.reduction import ReducedArray
 from layertap.models.catalog.catalog import CallCounts
 from layertap.models.errors import Fault, LayertapError, RequestError, TooLargeError
-from layertap.models.selection.plan import Capture, Plan
+from layertap.models.plan.plan import Capture, Plan
+from layertap.models.run.batch_slices import JoinedRows
+from layertap.models.run.reduction import ReducedArray
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.prepared_request import ForwardSpec, PreparedRequest
 from layertap.service.engine.rows import Rows

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from layertap.models.errors import LayertapError, OtherCallsError, RequestError
-from layertap.models.model_info import ModelInfo
+from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.admit.unsent_replies import UnsentReplies
 from layertap.service.engine.batch import Job, Results, UndecodedError

@@ -7,9 +7,9 @@ from math import prod
 
 from layertap.models.errors import TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.model_info import ModelInfo
-from layertap.models.selection.plan import Plan, Result, ResultSize
-from layertap.models.selection.statistics import list_columns
+from layertap.models.plan.plan import Plan, Result, ResultSize
+from layertap.models.plan.statistics import list_columns
+from layertap.models.run.model_info import ModelInfo
 from layertap.models.spec import Shapes
 from layertap.service.engine.request import ReplyOptions
 from layertap.service.formats.json import count_text

@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import Any
 
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.compiled.compiled_plan import CompiledPlan
-from layertap.models.fingerprint import digest_reply
 from layertap.models.labels import Labels
-from layertap.models.resume.resumption import Resumption
-from layertap.models.selection.hook_points import HookPoint
-from layertap.models.selection.plan import Plan
+from layertap.models.plan.plan import Plan
+from layertap.models.points import Point
+from layertap.models.run.compiled_plan import CompiledPlan
+from layertap.models.run.fingerprint import digest_reply
+from layertap.models.run.resumption import Resumption
 from layertap.models.spec import Preprocessed
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.features import Receipt
@@ -25,7 +25,7 @@ CAPTURED_BYTES_PER_S = 1e9  # roughly: to reduce captures, copy them to the host
 class ForwardSpec:
     """What a request's forwards compute, the same for all of its rows.
 
-    ``resumption`` and ``compiled`` are the same for all rows with one batch key. ``verified_by``: the catalogue to
+    ``resumption`` and ``compiled`` are the same for all rows with one batch key. ``verified_by``: the catalog to
     verify by, if the request asks to put captured outputs back and compare the model's output.
     """
 
@@ -36,7 +36,7 @@ class ForwardSpec:
 
 
 NO_CATALOG = Catalog({}, 0.0, crosses_rows=False)
-NO_PLAN = Plan((), HookPoint("", 0, (), "output"), 0.0, ())
+NO_PLAN = Plan((), Point("", 0, (), "output"), 0.0, ())
 NO_FORWARD = ForwardSpec(NO_PLAN)
 
 

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Literal
 
 from layertap.models.errors import Fault, LayertapError, RequestError
-from layertap.models.selection.hook_points import (
+from layertap.models.plan.requested import (
     Embedding,
     Explanation,
     InputOptions,

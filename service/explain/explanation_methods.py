@@ -11,7 +11,6 @@ import numpy as np
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import SelectorError, escape
 from layertap.models.explanations import maps
-from layertap.models.explanations.map_layers import find_attention, find_map_layers, is_map
 from layertap.models.explanations.perturbations import (
     AblationCam,
     IntegratedGradients,
@@ -19,20 +18,13 @@ from layertap.models.explanations.perturbations import (
     Perturbation,
     SmoothGrad,
 )
-from layertap.models.gradients.resolve_objective import check_gradient
-from layertap.models.hooks.sites import GRADIENTS, Site
-from layertap.models.model_info import ModelInfo
-from layertap.models.selection.hook_points import (
-    Explanation,
-    HookPoint,
-    Intervention,
-    Method,
-    Operation,
-    Rule,
-    Selector,
-)
-from layertap.models.selection.matches import find_matches
-from layertap.models.selection.plan import ResolvedObjective, Tap
+from layertap.models.plan.matches import find_matches
+from layertap.models.plan.plan import ResolvedObjective, Tap
+from layertap.models.plan.requested import Explanation, Intervention, Method, Operation, Rule, Selector
+from layertap.models.plan.resolve_objective import check_gradient
+from layertap.models.points import GRADIENTS, Point, Site
+from layertap.models.run.map_layers import find_attention, find_map_layers, is_map
+from layertap.models.run.model_info import ModelInfo
 from layertap.service.features import Array
 
 VALUES, GRADIENT_VALUES = "values", "gradients"
@@ -118,11 +110,11 @@ def find_unguided(catalog: Catalog) -> list[str]:
 def _find_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     """The requested layer."""
     if explanation.selector is None:  # with an objective, ``_find_default_layer`` finds the layer by gradients
-        return find_map_layers(model.catalog, HookPoint(".", 0, (), "output"))[:1]
+        return find_map_layers(model.catalog, Point(".", 0, (), "output"))[:1]
     matches, _ = find_matches(explanation.selector, model.catalog)
     of_maps = [match for match in matches if is_map(match.info) and match.point.site == "output"]
     if len(of_maps) != 1:
-        layers = find_map_layers(model.catalog, HookPoint(".", 0, (), "output"))
+        layers = find_map_layers(model.catalog, Point(".", 0, (), "output"))
         names = list(dict.fromkeys(escape(tap.point.layer) for tap in layers))
         what = f"names {len(of_maps)} outputs that are maps, and one is needed" if of_maps else "has no map as output"
         raise SelectorError(

@@ -8,17 +8,17 @@ from functools import partial
 
 import numpy as np
 
-from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import LayertapError, RequestError, escape
 from layertap.models.explanations import maps
-from layertap.models.explanations.map_layers import make_trial_objective
-from layertap.models.gradients.resolve_objective import find_outputs, resolve_objective
 from layertap.models.labels import Labels, Outputs
-from layertap.models.model_info import ModelInfo
-from layertap.models.selection.hook_points import Explanation, Objective, Selector
-from layertap.models.selection.plan import ResolvedObjective, ResultSize, Tap
-from layertap.models.selection.selectors import make_selector
+from layertap.models.plan.plan import ResolvedObjective, ResultSize, Tap
+from layertap.models.plan.requested import Explanation, Objective, Selector
+from layertap.models.plan.resolve_objective import find_outputs, resolve_objective
+from layertap.models.plan.selectors import make_selector
+from layertap.models.run import fingerprint
+from layertap.models.run.map_layers import make_trial_objective
+from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.admit.planned_work import PlannedWork
 from layertap.service.engine.collect.joined_inputs import join_inputs

@@ -10,11 +10,11 @@ from math import prod
 
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.explanations.perturbations import PerturbationSettings
-from layertap.models.gradients.resolve_objective import resolve_objective
-from layertap.models.hooks.sites import Site
-from layertap.models.model_info import ModelInfo
-from layertap.models.selection.hook_points import Class, Explanation, InputBaseline, Method, Objective
-from layertap.models.selection.plan import ResultSize
+from layertap.models.plan.plan import ResultSize
+from layertap.models.plan.requested import Class, Explanation, InputBaseline, Method, Objective
+from layertap.models.plan.resolve_objective import resolve_objective
+from layertap.models.points import Site
+from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, check_changed_inputs
 from layertap.service.engine.execute.item_rows import count_numbers, predict_rows
 from layertap.service.engine.limits import check_sizes

@@ -10,17 +10,14 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
-from layertap.models import fingerprint
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import InputError, SelectorError
 from layertap.models.explanations import maps
 from layertap.models.explanations.perturbations import Perturbation, PerturbationSettings
-from layertap.models.gradients.anchors import compute_objective
-from layertap.models.gradients.objectives import OBJECTIVES
-from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.labels import name_classes
-from layertap.models.model_info import ModelInfo
-from layertap.models.selection.hook_points import (
+from layertap.models.plan.objectives import OBJECTIVES
+from layertap.models.plan.plan import ResolvedObjective, Tap
+from layertap.models.plan.requested import (
     Baseline,
     InputBaseline,
     InputOptions,
@@ -29,8 +26,11 @@ from layertap.models.selection.hook_points import (
     Operation,
     Selector,
 )
-from layertap.models.selection.plan import ResolvedObjective, Tap
-from layertap.models.selection.selectors import make_selector
+from layertap.models.plan.resolve_objective import resolve_objective
+from layertap.models.plan.selectors import make_selector
+from layertap.models.run import fingerprint
+from layertap.models.run.gradient_anchors import compute_objective
+from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, PlannedWork, check_changed_inputs
 from layertap.service.engine.collect.joined_inputs import join_inputs

@@ -18,7 +18,7 @@ from layertap.models.errors import RequestError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import find_example
 from layertap.models.lru_cache import LRUCache
-from layertap.models.selection.hook_points import Embedding, Selector
+from layertap.models.plan.requested import Embedding, Selector
 from layertap.models.spec import InputSpec
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine

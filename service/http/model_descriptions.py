@@ -6,13 +6,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from layertap.models.catalog.catalog import Layer, TensorInfo
-from layertap.models.gradients.resolve_objective import find_outputs
-from layertap.models.hooks.sites import Site
 from layertap.models.inputs.model_inputs import TextSpec
-from layertap.models.model_info import ModelInfo
+from layertap.models.plan.embedding import ModelEmbedding
+from layertap.models.plan.resolve_objective import find_outputs
+from layertap.models.points import Site, format_path
 from layertap.models.registry import ModelEntry
-from layertap.models.selection.embedding import ModelEmbedding
-from layertap.models.selection.hook_points import format_path
+from layertap.models.run.model_info import ModelInfo
 from layertap.models.spec import InputSpec
 
 Json = dict[str, Any]

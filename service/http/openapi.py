@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute
 
-from layertap.models.selection.hook_points import Method
+from layertap.models.plan.requested import Method
 from layertap.service.formats.table import FORMATS
 from layertap.service.http import timeout
 from layertap.service.http.query import BESIDE

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from layertap.models.errors import LayertapError, RequestError, SelectorError, escape, find_nearest, suggest
 from layertap.models.lru_cache import LRUCache
-from layertap.models.selection.hook_points import Selector
+from layertap.models.plan.requested import Selector
 from layertap.service.engine.limits import check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import BadRequestError

@@ -11,10 +11,10 @@ from functools import partial
 from starlette.responses import JSONResponse, Response
 
 from layertap.models.errors import LayertapError, UnknownModelError, escape
-from layertap.models.model_info import ModelInfo
-from layertap.models.selection.hook_points import Embedding
-from layertap.models.selection.plan import Result
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.plan import Result
+from layertap.models.plan.requested import Embedding
+from layertap.models.plan.selectors import parse_selector
+from layertap.models.run.model_info import ModelInfo
 from layertap.models.spec import InputSpec
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.errors import UnavailableError

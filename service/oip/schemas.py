@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, FailFast, Field, StrictBool
 
-from layertap.models.selection.selectors import MAX_TEXT
+from layertap.models.plan.selectors import MAX_TEXT
 from layertap.service.schemas.base import MAX_FIELDS, StrictBody
 
 Size = Annotated[int, Field(strict=True, ge=0, lt=2**31)]

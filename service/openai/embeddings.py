@@ -13,10 +13,10 @@ from fastapi import Response
 from pydantic import BeforeValidator, ConfigDict, Field, StrictInt
 
 from layertap.models.errors import Fault, InputError, RequestError, SelectorError
-from layertap.models.fingerprint import digest_dimensions
 from layertap.models.lru_cache import LRUCache
-from layertap.models.selection.hook_points import Embedding
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.requested import Embedding
+from layertap.models.plan.selectors import parse_selector
+from layertap.models.run.fingerprint import digest_dimensions
 from layertap.models.spec import Truncate
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import UnsupportedMediaError

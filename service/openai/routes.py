@@ -10,7 +10,7 @@ from functools import partial
 from starlette.responses import JSONResponse, Response
 
 from layertap.models.errors import Fault, RequestError, escape
-from layertap.models.selection.plan import ResultSize
+from layertap.models.plan.plan import ResultSize
 from layertap.service.engine.collect.results import find_wrong_row
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.limits import check_sizes

@@ -9,21 +9,19 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, JsonValue
 
 from layertap.models.errors import Fault, RequestError, SelectorError
-from layertap.models.hooks.sites import EACH
-from layertap.models.selection.hook_points import (
+from layertap.models.plan.requested import (
     Embedding,
     Explanation,
     InputBaseline,
     Intervention,
     Method,
-    Pool,
-    ReplyDType,
     Rule,
     Selector,
     Sweep,
 )
-from layertap.models.selection.selectors import MAX_TEXT, parse_selector
-from layertap.models.spec import Truncate
+from layertap.models.plan.selectors import MAX_TEXT, parse_selector
+from layertap.models.points import EACH
+from layertap.models.spec import Pool, ReplyDType, Truncate
 from layertap.service.schemas.base import Index, Number, OneError, StrictBody, make_list, read_entries, read_field
 from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.selection import (

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field
 
 from layertap.models.errors import InputError, SelectorError, escape
-from layertap.models.selection.hook_points import InputOptions, Intervention, Objective
+from layertap.models.plan.requested import InputOptions, Intervention, Objective
 from layertap.service.inputs.arrays import Array, decode_base64
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem, TokensItem, UrlItem
 from layertap.service.schemas.base import (

@@ -21,7 +21,8 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from layertap.models.catalog.row_tensor import POSITION_AXES
 from layertap.models.errors import SelectorError
 from layertap.models.labels import Outputs
-from layertap.models.selection.hook_points import (
+from layertap.models.plan.projections import check_step
+from layertap.models.plan.requested import (
     By,
     Intervention,
     LinearStep,
@@ -30,17 +31,15 @@ from layertap.models.selection.hook_points import (
     ObjectiveKind,
     Op,
     Operation,
-    Pool,
     Projection,
     Reduction,
-    ReplyDType,
     Selector,
     TensorData,
     TensorSource,
 )
-from layertap.models.selection.projections import check_step
-from layertap.models.selection.selectors import MAX_TEXT, parse_path, parse_selector, parse_site
-from layertap.models.selection.statistics import MAX_EDGES, STATISTICS, STATS
+from layertap.models.plan.selectors import MAX_TEXT, parse_path, parse_selector, parse_site
+from layertap.models.plan.statistics import MAX_EDGES, STATISTICS, STATS
+from layertap.models.spec import Pool, ReplyDType
 from layertap.service.inputs.arrays import require_finite
 from layertap.service.schemas.base import (
     Index,

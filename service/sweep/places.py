@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from layertap.models import fingerprint
-from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
-from layertap.models.gradients.objectives import OBJECTIVES
-from layertap.models.gradients.resolve_objective import resolve_objective
-from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.inputs.model_inputs import TextSpec
-from layertap.models.interventions.operations import count_entries
-from layertap.models.interventions.resolve import resolve_intervention
-from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Reduction, Sweep
-from layertap.models.selection.plan import Capture, ResolvedIntervention, ResolvedObjective, Result, get_boundary
+from layertap.models.plan.objectives import OBJECTIVES
+from layertap.models.plan.operations import count_entries
+from layertap.models.plan.plan import Capture, ResolvedIntervention, ResolvedObjective, Result, get_boundary
+from layertap.models.plan.requested import Intervention, Objective, Reduction, Sweep
+from layertap.models.plan.resolve_intervention import resolve_intervention
+from layertap.models.plan.resolve_objective import resolve_objective
+from layertap.models.plan.text_lengths import TextLengths, measure_lengths
+from layertap.models.points import GRADIENTS, Point
+from layertap.models.run import fingerprint
 from layertap.service.engine.batch import Job
 
 METRIC = "metric"  # the key of the unedited metric; places never have this key
@@ -97,13 +97,13 @@ class PlaceFinder:
         is_source = any(_find_source(place) == job.input_index for place in self._sweep.places)
         return SweptInput(job, resolved, () if is_source else self._find(job, resolved.point, lengths))
 
-    def _find(self, job: Job, metric: HookPoint, lengths: TextLengths | None) -> tuple[Place, ...]:
+    def _find(self, job: Job, metric: Point, lengths: TextLengths | None) -> tuple[Place, ...]:
         key = id(job.prepared.catalog), lengths, metric
         if key not in self._found:
             self._found[key] = tuple(self._find_all(job, metric, lengths))
         return self._found[key]
 
-    def _find_all(self, job: Job, metric: HookPoint, lengths: TextLengths | None) -> Iterator[Place]:
+    def _find_all(self, job: Job, metric: Point, lengths: TextLengths | None) -> Iterator[Place]:
         found: dict[str, tuple[int, Place]] = {}
         faults: list[Fault] = []
         for index, place in enumerate(self._sweep.places):
@@ -124,7 +124,7 @@ def _find_source(place: Intervention) -> int | None:
     return place.operation.source.input if place.operation.source is not None else None
 
 
-def _find_places(place: Intervention, job: Job, metric: HookPoint, lengths: TextLengths | None) -> list[Place]:
+def _find_places(place: Intervention, job: Job, metric: Point, lengths: TextLengths | None) -> list[Place]:
     """The places of one entry: each tensor of each layer, at all calls if the entry names none."""
     selector = place.selector
     if selector.site in GRADIENTS:

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from layertap.models import fingerprint
-from layertap.models.capture.batch_slices import JoinedRows
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import Fault, RequestError
-from layertap.models.gradients.objectives import make_target
-from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.labels import name_classes
-from layertap.models.selection.hook_points import InputOptions, Objective, Reduction, Sweep
-from layertap.models.selection.plan import Capture, Result, ResultSize
-from layertap.models.selection.selectors import make_selector
+from layertap.models.plan.objectives import make_target
+from layertap.models.plan.plan import Capture, Result, ResultSize
+from layertap.models.plan.requested import InputOptions, Objective, Reduction, Sweep
+from layertap.models.plan.resolve_objective import resolve_objective
+from layertap.models.plan.selectors import make_selector
+from layertap.models.run import fingerprint
+from layertap.models.run.batch_slices import JoinedRows
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, PlannedWork, check_changed_inputs
 from layertap.service.engine.batch import Job, Results

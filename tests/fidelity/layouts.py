@@ -50,7 +50,7 @@ Build = Callable[[tuple[int, int]], nn.Module]
 
 
 def survey_at(module: nn.Module, *inputs: InputSpec) -> Catalog:
-    """The catalogue of a module, with its functions."""
+    """The catalog of a module, with its functions."""
 
     def run(rows: dict[str, torch.Tensor]) -> object:
         return module(**rows) if len(rows) > 1 or hasattr(module, "config") else module(*rows.values())

@@ -21,14 +21,14 @@ from torch.nn import functional
 from torchvision.models import ConvNeXt, DenseNet
 from torchvision.models.convnext import CNBlockConfig
 
-from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.survey import survey
-from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import Objective
-from layertap.models.selection.plan import Plan
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.plan import Plan
+from layertap.models.plan.planner import make_plan
+from layertap.models.plan.requested import Objective
+from layertap.models.plan.selectors import parse_selector
+from layertap.models.run.batch_slices import RequestSlice
+from layertap.models.run.extractor import FeatureExtractor
 from layertap.models.spec import InputSpec
 from tests.models.extraction import list_tensors
 from tests.nets import resnet, swin, vit
@@ -137,7 +137,7 @@ def close(found: Tensor, wanted: Tensor) -> bool:
 
 
 def built(name: str) -> tuple[nn.Module, Catalog, Tensor]:
-    """A model in float64 with frozen random weights, its catalogue, three rows."""
+    """A model in float64 with frozen random weights, its catalog, three rows."""
     build, side = NETS[name]
     module = seeded(build(), 1).double().eval().requires_grad_(False)
     specs = (InputSpec("x", (3, side, side), "float64"),)

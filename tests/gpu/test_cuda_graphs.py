@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.compiled.benchmark import check_against_hooks
 from layertap.models.compiled.compile import export_graph
-from layertap.models.compiled.compiled_plan import PlanGraphs, WarmError
 from layertap.models.compiled.cuda_graphs import CudaGraphs, capture_cuda_graphs
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices import transfer
-from layertap.models.loaded_model import LoadedModel
-from layertap.models.planner import make_plan
-from layertap.models.selection.plan import Plan
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.plan import Plan
+from layertap.models.plan.planner import make_plan
+from layertap.models.plan.selectors import parse_selector
+from layertap.models.run.batch_slices import RequestSlice
+from layertap.models.run.compiled_plan import PlanGraphs, WarmError
+from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import ModelSpec, WarmSpec
 from layertap.service.config.configuration import Configuration
 from tests.loading import load_model

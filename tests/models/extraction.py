@@ -7,22 +7,21 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from layertap.models.capture.batch_slices import JoinedRows, RequestSlice
-from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.capture.reduction import ReducedArray, ReducedTensor
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.devices.memory import Inputs
-from layertap.models.hooks.sites import Site
-from layertap.models.loaded_model import LoadedModel, check_rows_fit
-from layertap.models.selection.hook_points import HookPoint
-from layertap.models.selection.plan import Capture, Plan
+from layertap.models.plan.plan import Capture, Plan
+from layertap.models.points import Point, Site
+from layertap.models.run.batch_slices import JoinedRows, RequestSlice
+from layertap.models.run.extractor import FeatureExtractor
+from layertap.models.run.loaded_model import LoadedModel, check_rows_fit
+from layertap.models.run.reduction import ReducedArray, ReducedTensor
 from tests.oracle import Key, record
 
 
-def list_tensors(catalog: Catalog, *sites: Site) -> list[tuple[HookPoint, TensorInfo]]:
+def list_tensors(catalog: Catalog, *sites: Site) -> list[tuple[Point, TensorInfo]]:
     """Every tensor of every call of every layer."""
     return [
-        (HookPoint(layer.name, number, info.path, site), info)
+        (Point(layer.name, number, info.path, site), info)
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for site in sites

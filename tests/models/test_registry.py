@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layertap.models import fingerprint
 from layertap.models.errors import LoadError
-from layertap.models.planner import make_plan
+from layertap.models.plan.planner import make_plan
+from layertap.models.plan.selectors import parse_selector
 from layertap.models.registry import Registry
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.run import fingerprint
+from layertap.models.sources.state_dict import digest_weights
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.weights.state_dict import digest_weights
 from tests.conftest import net_spec
 from tests.loading import load_model
 from tests.models.extraction import extract_plan

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from layertap.models.errors import RequestError
-from layertap.models.loaded_model import LoadedModel
-from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import Intervention, Objective, Operation
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.planner import make_plan
+from layertap.models.plan.requested import Intervention, Objective, Operation
+from layertap.models.plan.selectors import parse_selector
+from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.loading import load_model
 from tests.models.extraction import extract_plan, see

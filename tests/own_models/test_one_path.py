@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.loaded_model import LoadedModel
-from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import Intervention, Objective, Operation
-from layertap.models.selection.plan import Plan
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.plan import Plan
+from layertap.models.plan.planner import make_plan
+from layertap.models.plan.requested import Intervention, Objective, Operation
+from layertap.models.plan.selectors import parse_selector
+from layertap.models.run.batch_slices import RequestSlice
+from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.engine.schedule.batch_key_cache import BatchKeyCache
 from layertap.service.settings import Settings

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from layertap.service.config.configuration import read_configuration
-from tests.models.weights import plain_weights
+from tests.models.sources import plain_weights
 from tests.oracle import record
 from tests.server import Live
 from tests.service.checkpoint_files import KINDS, Written

@@ -17,7 +17,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.oracle import seeded
 from tests.server import Live

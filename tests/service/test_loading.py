@@ -15,10 +15,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torchvision.models import resnet18
 
-from layertap.models import turns
+from layertap.models.devices import turns
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
-from tests.models.weights import plain_weights
+from tests.models.sources import plain_weights
 from tests.oracle import seeded
 from tests.server import Live
 from tests.service.conftest import Serve

@@ -24,7 +24,7 @@ CLOCKS = {"time.time", "time.time_ns", "time.localtime", "time.ctime", "datetime
 CLOCK = re.compile(r"\b(date)?time\b")  # what has none of it is not parsed
 TOLD = {  # nothing is decided by it
     "service/http/tracing.py",  # spans of several machines stand on one line of time
-    "models/row_check.py",  # since when rows of a model are known to cross
+    "models/run/row_check.py",  # since when rows of a model are known to cross
 }
 
 

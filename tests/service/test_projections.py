@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from layertap.models.digits import spec
 from layertap.models.errors import LoadError
 from layertap.models.loading import load_model
-from layertap.models.selection import projections
+from layertap.models.plan import projections
 from layertap.models.spec import ModelSpec
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.config.file import ConfigError

@@ -88,7 +88,7 @@ def test_verified(live: Live) -> None:
 
 def test_not_verified(serve: Serve) -> None:
     """A value that the model writes to under another name is named; others get their answers after it."""
-    with serve(configured(net("aliased", "Aliased", module="tests.models.capture.test_verification"))) as live:
+    with serve(configured(net("aliased", "Aliased", module="tests.models.run.test_verification"))) as live:
         body = {"model": "aliased", "layers": ["head", "same"], "inputs": [tensor(rows(1)[0])], "verify": True}
         found = problem(live.client.post("/extract", json=body), 422)
         assert "'same#0'" in found["detail"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from layertap.models.model_catalogs import MAX_CATALOGS
+from layertap.models.run.model_catalogs import MAX_CATALOGS
 from layertap.models.spec import ModelSpec
 from layertap.service.logs import JsonFormatter
 from tests.server import Live
@@ -103,7 +103,7 @@ def test_truncate(texts: Texts, truncate: str, side: str) -> None:
 
 
 def test_lengths_are_few(texts: Texts) -> None:
-    """Texts of all lengths make no more catalogues than there are buckets."""
+    """Texts of all lengths make no more catalogs than there are buckets."""
     for words in range(POSITIONS - 1):
         assert texts.post({"text": "a " * words}).status_code == 200
     model = texts.live.engine.manager.registry.get_entry("bert").model

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from layertap.models.errors import RequestError, escape
-from layertap.models.fingerprint import digest_reply
-from layertap.models.hooks.sites import AXES
-from layertap.models.selection.plan import Result, ResultSize
-from layertap.models.selection.statistics import merge_rows
+from layertap.models.plan.plan import Result, ResultSize
+from layertap.models.plan.statistics import merge_rows
+from layertap.models.points import AXES
+from layertap.models.run.fingerprint import digest_reply
 from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.results import make_receipt
 from layertap.service.engine.limits import check_results, check_sizes

@@ -10,11 +10,10 @@ import torch
 
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import escape
-from layertap.models.hooks.sites import AXES, GRADIENTS
 from layertap.models.labels import name_classes
-from layertap.models.selection.hook_points import format_path
-from layertap.models.selection.plan import Result
-from layertap.models.selection.statistics import list_columns, merge_rows
+from layertap.models.plan.plan import Result
+from layertap.models.plan.statistics import list_columns, merge_rows
+from layertap.models.points import AXES, GRADIENTS, format_path
 from layertap.service.engine.batch import Job, Results
 from layertap.service.features import Array, Features, Receipt
 

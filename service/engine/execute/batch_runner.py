@@ -12,8 +12,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
-from layertap.models.capture.reduction import ReducedTensor, own_memory
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.errors import (
@@ -23,10 +21,12 @@ from layertap.models.errors import (
     describe_error,
     out_of_memory_error,
 )
-from layertap.models.loaded_model import LoadedModel
-from layertap.models.replica import Replica
-from layertap.models.row_check import has_same_row, select_row
-from layertap.models.selection.plan import Capture
+from layertap.models.plan.plan import Capture
+from layertap.models.run.batch_slices import BatchActivations, RequestSlice
+from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.reduction import ReducedTensor, own_memory
+from layertap.models.run.replica import Replica
+from layertap.models.run.row_check import has_same_row, select_row
 from layertap.service.engine.batch import (
     Batch,
     BatchFailures,

@@ -20,8 +20,8 @@ import torch
 from layertap.models.devices import transfer
 from layertap.models.errors import LayertapError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.loaded_model import LoadedModel, MultiDeviceModel
-from layertap.models.model_info import ModelInfo
+from layertap.models.run.loaded_model import LoadedModel, MultiDeviceModel
+from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.batch import Batch, BatchResult, LastingFailure
 from layertap.service.engine.execute.batch_runner import BatchRunner, refuse
 from layertap.service.engine.execute.decode import try_to_decode

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from layertap.models.devices import transfer
 from layertap.models.errors import LayertapError
 from layertap.models.hooks.attach import ForwardEnded, end_forwards
-from layertap.models.loaded_model import LoadedModel
-from layertap.models.replica import Replica
+from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.replica import Replica
 from layertap.service.engine.batch import LastingFailure
 from layertap.service.engine.execute.batch_runner import find_lasting_failure
 from layertap.service.engine.execute.threads import wrap_error
@@ -54,5 +54,5 @@ def call_model(
 
 
 def ask_catalogs(model: LoadedModel, method: Callable[..., T], **arguments: Any) -> T:
-    """Call a method of the model's catalogues."""
+    """Call a method of the model's catalogs."""
     return method(model.catalogs, **arguments)

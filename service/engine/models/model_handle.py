@@ -14,14 +14,14 @@ from typing import Any, Literal, TypeVar, cast
 
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError, make_load_error
-from layertap.models.loaded_model import LoadedModel
 from layertap.models.lru_cache import LRUCache
-from layertap.models.model_catalogs import ModelCatalogs
-from layertap.models.model_info import ModelInfo
+from layertap.models.plan.plan import ResolvedObjective, Tap
 from layertap.models.registry import ModelEntry
-from layertap.models.resume.resumption import Resumption
-from layertap.models.row_check import write_note
-from layertap.models.selection.plan import ResolvedObjective, Tap
+from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.model_catalogs import ModelCatalogs
+from layertap.models.run.model_info import ModelInfo
+from layertap.models.run.resumption import Resumption
+from layertap.models.run.row_check import write_note
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch import CPU, LastingFailure
 from layertap.service.engine.deadline import wait_until
@@ -141,7 +141,7 @@ class ModelHandle:
     async def survey(
         self, shapes: Shapes, deadline: float, *, functions: bool = False, seconds: float = math.inf
     ) -> Catalog:
-        """The catalogue of rows of a shape; InputError if the model does not take them, DeadlineError.
+        """The catalog of rows of a shape; InputError if the model does not take them, DeadlineError.
 
         With ``functions`` it has the return values of functions. OverdueError if it takes more than so many
         ``seconds``.

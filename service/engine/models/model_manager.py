@@ -14,8 +14,8 @@ from layertap.models.devices import transfer
 from layertap.models.devices.devices import resolve_device
 from layertap.models.devices.memory import measure_available_bytes
 from layertap.models.errors import LayertapError
-from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry, Registry
+from layertap.models.run.model_info import ModelInfo
 from layertap.service import allocator
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.executor import Executor

@@ -11,12 +11,12 @@ from itertools import chain, pairwise
 
 from torch import Tensor
 
-from layertap.models.capture.batch_slices import JoinedRows
 from layertap.models.catalog.catalog import CallCounts
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.selection.plan import Plan
-from layertap.models.selection.poolings import POOLINGS
+from layertap.models.plan.plan import Plan
+from layertap.models.plan.poolings import POOLINGS
+from layertap.models.run.batch_slices import JoinedRows
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.batch import Job, UndecodedError
 from layertap.service.engine.collect.joined_inputs import check_entries, list_entries

@@ -6,17 +6,16 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from layertap.models import fingerprint
-from layertap.models.capture import verification
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.compiled.compiled_plan import find_compiled_plan
 from layertap.models.errors import TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.preprocess import compute_output_size
-from layertap.models.loaded_model import check_rows_fit
 from layertap.models.lru_cache import LRUCache
-from layertap.models.resume.resumption import Resumption
-from layertap.models.selection.plan import Plan
+from layertap.models.plan.plan import Plan
+from layertap.models.run import fingerprint, verification
+from layertap.models.run.compiled_plan import find_compiled_plan
+from layertap.models.run.loaded_model import check_rows_fit
+from layertap.models.run.resumption import Resumption
 from layertap.models.spec import Preprocessed, Shapes
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.prepared_request import NO_PLAN, ForwardSpec, PreparedRequest

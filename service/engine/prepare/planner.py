@@ -10,22 +10,21 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
-from layertap.models import fingerprint
-from layertap.models.capture import verification
 from layertap.models.catalog.catalog import CallCounts, Catalog
-from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
 from layertap.models.errors import Fault, InputError, RequestError, escape
-from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.lru_cache import LRUCache
-from layertap.models.model_info import ModelInfo
-from layertap.models.planner import make_plan
-from layertap.models.resume.resumption import Resumption, find_start
-from layertap.models.selection.embedding import find_embedding, reduce_embedding
-from layertap.models.selection.hook_points import Selector
-from layertap.models.selection.plan import Capture, Plan, Result
-from layertap.models.selection.projections import check_work
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.embedding import find_embedding, reduce_embedding
+from layertap.models.plan.plan import Capture, Plan, Result
+from layertap.models.plan.planner import make_plan
+from layertap.models.plan.projections import check_work
+from layertap.models.plan.requested import Selector
+from layertap.models.plan.selectors import parse_selector
+from layertap.models.plan.text_lengths import TextLengths, measure_lengths
+from layertap.models.points import GRADIENTS
+from layertap.models.run import fingerprint, verification
+from layertap.models.run.model_info import ModelInfo
+from layertap.models.run.resumption import Resumption, find_start
 from layertap.models.spec import Shapes
 from layertap.service.engine.deadline import RunInThread, wait_until
 from layertap.service.engine.execute.item_rows import PredictedRows, find_preprocessed_by, is_reshaped, predict_rows
@@ -167,9 +166,9 @@ class Planner:
         return planned
 
     async def _complete(self, planned: PlannedRequest, lengths: TextLengths | None, deadline: float) -> PlannedRequest:
-        """A request with the plan by its catalogue, and the bytes of its results; RequestError, TooLargeError.
+        """A request with the plan by its catalog, and the bytes of its results; RequestError, TooLargeError.
 
-        Results are taken to be as large as they are at least, if the catalogue is one of another shape.
+        Results are taken to be as large as they are at least, if the catalog is one of another shape.
         """
         request, catalog, kept = planned.request, planned.catalog, planned.handle.planned
         identity = _identify(planned)
@@ -180,7 +179,7 @@ class Planner:
             make = partial(_make_plan, planned, identity, lengths, self._settings.max_results)
             plan, fingerprints = await self._run_in_thread(make, deadline)
             if request.is_small and len(plan.results) <= MAX_LAYERS:
-                kept.put(key, (catalog, plan, fingerprints))  # keeps the catalogue alive, and its id unique
+                kept.put(key, (catalog, plan, fingerprints))  # keeps the catalog alive, and its id unique
         likely = plan
         if planned.shapes != planned.catalog_shapes:
             scale = partial(_scale_plan, plan, planned.shapes, planned.tower)
@@ -192,7 +191,7 @@ class Planner:
     async def _survey_rows(
         self, planned: PlannedRequest, rows: Rows, lengths: TextLengths | None, deadline: float
     ) -> PlannedRequest:
-        """A request with the catalogue of its rows' shape; one that is refused anyway needs no survey."""
+        """A request with the catalog of its rows' shape; one that is refused anyway needs no survey."""
         request, handle, shapes, text = planned.request, planned.handle, planned.shapes, planned.inputs.text
         model_shapes = shapes
         if planned.resumption is not None and text is not None:  # as many tokens as the layer's outputs
@@ -207,7 +206,7 @@ class Planner:
         return replace(planned, resumption=resumption, catalog=resumption.catalog, catalog_shapes=shapes)
 
     async def survey(self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
-        """The catalogue of a shape, measured if it is not known; with ``functions`` also what functions return.
+        """The catalog of a shape, measured if it is not known; with ``functions`` also what functions return.
 
         InputError, TooLargeError.
         """
@@ -244,7 +243,7 @@ class Planner:
     async def _choose_catalog(
         self, request: ExtractRequest, handle: ModelHandle, rows: PredictedRows, deadline: float
     ) -> tuple[Catalog, Shapes | None]:
-        """The catalogue to plan rows by and the shape that it was measured with; None if theirs is not surveyed yet."""
+        """The catalog to plan rows by and the shape that it was measured with; None if theirs is not surveyed yet."""
         model, tower, functions = handle.model, rows.tower, needs_functions(request)
         shapes = tower.shapes if tower.text is not None else rows.shapes  # a text's length is measured later
         if rows.uniform or tower.text is not None:

@@ -10,11 +10,11 @@ from math import prod
 
 import torch
 
-from layertap.models import fingerprint
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
-from layertap.models.interventions.operations import compute_part_shape
-from layertap.models.interventions.sources import find_tensor, take_part
-from layertap.models.selection.plan import Capture, ResolvedIntervention
+from layertap.models.plan.operations import compute_part_shape
+from layertap.models.plan.plan import Capture, ResolvedIntervention
+from layertap.models.plan.tensor_sources import find_tensor, take_part
+from layertap.models.run import fingerprint
 from layertap.service.engine.batch import Job, Results
 
 

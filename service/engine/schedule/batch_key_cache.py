@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from layertap.models.catalog.catalog import Catalog, Costs
-from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.devices import memory
 from layertap.models.devices.devices import resolve_device
 from layertap.models.lru_cache import LRUCache
-from layertap.models.model_catalogs import MAX_CATALOGS
-from layertap.models.model_info import ModelInfo
-from layertap.models.selection.hook_points import HookPoint
+from layertap.models.points import Point
+from layertap.models.run.compiled_plan import CompiledPlan
+from layertap.models.run.model_catalogs import MAX_CATALOGS
+from layertap.models.run.model_info import ModelInfo
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.settings import Settings
@@ -37,7 +37,7 @@ class BatchKeyCache:
         self,
         catalog: Catalog,
         shapes: Shapes,
-        anchors: frozenset[HookPoint] | None = None,
+        anchors: frozenset[Point] | None = None,
         compiled: CompiledPlan | None = None,
         unsplittable: bool = False,
         alone: bool = False,

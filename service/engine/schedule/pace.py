@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layertap.models.model_info import ModelInfo
+from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.batch import Batch
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.schedule.waiting import SMOOTHING

@@ -11,8 +11,8 @@ import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from layertap.models.errors import LoadError, RequestError, TooLargeError
-from layertap.models.selection.hook_points import Pool, ReplyDType
-from layertap.models.selection.matches import filter_layers
+from layertap.models.plan.matches import filter_layers
+from layertap.models.spec import Pool, ReplyDType
 from layertap.service.config.file import ConfigError
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.engine import Engine

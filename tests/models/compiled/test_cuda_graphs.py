@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.compiled.benchmark import check_against_hooks
-from layertap.models.compiled.compiled_plan import PlanGraphs, WarmError
 from layertap.models.compiled.cuda_graphs import CudaGraph, CudaGraphs
-from layertap.models.loaded_model import LoadedModel
-from layertap.models.planner import make_plan
-from layertap.models.selection.plan import Plan
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.plan import Plan
+from layertap.models.plan.planner import make_plan
+from layertap.models.plan.selectors import parse_selector
+from layertap.models.run.batch_slices import RequestSlice
+from layertap.models.run.compiled_plan import PlanGraphs, WarmError
+from layertap.models.run.loaded_model import LoadedModel
 from tests.conftest import net_spec
 from tests.loading import load_model
 from tests.nets import batch

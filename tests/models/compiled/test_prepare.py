@@ -14,27 +14,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.compiled.benchmark import (
-    BATCH_ROWS,
     MAX_PAIRS,
     PAIRS_S,
-    PairedSeconds,
-    PlanBenchmark,
     keep_benchmark,
     locate_benchmark,
     measure_plan,
     read_benchmark,
 )
 from layertap.models.compiled.compile import compute_key, export_graph
-from layertap.models.compiled.compiled_plan import CompiledPlan, PlanGraphs, find_compiled_plan
 from layertap.models.compiled.prepare import make_warm_plan, prepare_warm_plans
-from layertap.models.devices.costs import ForwardSeconds
-from layertap.models.loaded_model import LoadedModel
-from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import Objective, Reduction
-from layertap.models.selection.plan import Capture, Plan
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.plan import Capture, Plan
+from layertap.models.plan.planner import make_plan
+from layertap.models.plan.requested import Objective, Reduction
+from layertap.models.plan.selectors import parse_selector
+from layertap.models.run.batch_slices import RequestSlice
+from layertap.models.run.compiled_plan import (
+    BATCH_ROWS,
+    CompiledPlan,
+    PairedSeconds,
+    PlanBenchmark,
+    PlanGraphs,
+    find_compiled_plan,
+)
+from layertap.models.run.costs import ForwardSeconds
+from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import WarmSpec
 from tests.conftest import WARM, net_spec
 from tests.loading import load_model

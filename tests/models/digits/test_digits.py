@@ -7,7 +7,7 @@ import pytest
 from bench.digits import CARD, count_correct, load_splits
 from layertap.models.digits import WEIGHTS, spec
 from layertap.models.sources.build import BuiltModel, build_model
-from layertap.models.weights.state_dict import digest_weights
+from layertap.models.sources.state_dict import digest_weights
 
 
 @pytest.fixture(scope="module")

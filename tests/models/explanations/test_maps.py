@@ -10,13 +10,14 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import SelectorError
-from layertap.models.explanations.map_layers import find_attention, find_last_sensitive, find_map_layers
 from layertap.models.explanations.maps import grad_cam
-from layertap.models.gradients.resolve_objective import resolve_objective
-from layertap.models.selection.hook_points import HookPoint, Objective
+from layertap.models.plan.requested import Objective
+from layertap.models.plan.resolve_objective import resolve_objective
+from layertap.models.points import Point
+from layertap.models.run.extractor import FeatureExtractor
+from layertap.models.run.map_layers import find_attention, find_last_sensitive, find_map_layers
 from tests.nets import resnet, surveyed, swin, vit
 from tests.oracle import seeded
 
@@ -66,7 +67,7 @@ def test_what_can_be_rolled_out() -> None:
 
 def test_maps() -> None:
     """Layers that return maps, the last one first, the outer one of those that return the same."""
-    end = HookPoint(".", 0, (), "output")
+    end = Point(".", 0, (), "output")
     assert find_map_layers(surveyed(resnet(), 3, 64, 64), end)[0].point.layer == "layer4"
     assert find_map_layers(surveyed(vit(), 3, 32, 32, prefix=1), end)[0].point.layer == "encoder"
     with pytest.raises(SelectorError, match="no layer"):

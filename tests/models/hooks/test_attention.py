@@ -19,16 +19,16 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.survey import survey
 from layertap.models.errors import InputError, RequestError
 from layertap.models.hooks import attach
-from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import Intervention, Objective, Operation, TensorData
-from layertap.models.selection.plan import Plan
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.plan import Plan
+from layertap.models.plan.planner import make_plan
+from layertap.models.plan.requested import Intervention, Objective, Operation, TensorData
+from layertap.models.plan.selectors import parse_selector
+from layertap.models.run.batch_slices import RequestSlice
+from layertap.models.run.extractor import FeatureExtractor
 from layertap.models.spec import InputSpec
 from tests.models.extraction import run_plan
 from tests.nets import SinkAttention, swin, vit
@@ -238,7 +238,7 @@ CASES = {
 
 
 def prepared(case: Case, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Catalog, Tensor]:
-    """A model with frozen weights, its catalogue, a batch of rows."""
+    """A model with frozen weights, its catalog, a batch of rows."""
     module = case.build().to(dtype).eval().requires_grad_(False)
     x = torch.randn(ROWS, *case.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
     return module, surveyed(module, *case.shape, dtype=dtype), x

@@ -13,8 +13,8 @@ from torch import nn
 
 from layertap.models.errors import InputError
 from layertap.models.hooks.attach import ATTACH, count_hooks
-from layertap.models.hooks.sites import SITES
 from layertap.models.hooks.tensor_tree import Arguments, find_refused, iterate_tensors, replace_tensor
+from layertap.models.points import SITES
 from tests.nets import Card, Nested, Pair
 from tests.oracle import flatten
 
@@ -128,7 +128,7 @@ def test_what_can_not_be_made_again(value: Any, path: tuple[str, ...]) -> None:
 
 def test_a_hook_for_each_site() -> None:
     """Every site that a selector can name has its kind of hook, that of its side; functions have one of their own."""
-    assert {"function", "changed_function"} | {site.side for site in SITES.values()} == set(ATTACH)
+    assert {"function", "changed_function"} | {site.hook for site in SITES.values()} == set(ATTACH)
 
 
 def test_count() -> None:

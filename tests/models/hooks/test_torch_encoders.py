@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layertap.models.loaded_model import LoadedModel
-from layertap.models.planner import make_plan
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.planner import make_plan
+from layertap.models.plan.selectors import parse_selector
+from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.loading import load_model
 from tests.models.extraction import extract_plan

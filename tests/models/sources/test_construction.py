@@ -8,8 +8,8 @@ from threading import Event
 import torch
 from torch import nn
 
-from layertap.models.turns import construct_alone, draw_alone
-from layertap.models.weights.state_dict import digest_weights
+from layertap.models.devices.turns import construct_alone, draw_alone
+from layertap.models.sources.state_dict import digest_weights
 
 
 def test_seed_reaches_construction_and_nothing_else() -> None:

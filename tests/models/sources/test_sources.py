@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torchvision.models import get_model, get_model_weights, list_models
 
 from layertap.models.errors import LoadError
-from layertap.models.fingerprint import digest_architecture
+from layertap.models.grammar import list_architectures
 from layertap.models.inputs.presets import from_torchvision
+from layertap.models.run.fingerprint import digest_architecture
 from layertap.models.sources.build import BuiltModel, build_model, list_default_architectures
-from layertap.models.sources.grammar import list_architectures
+from layertap.models.sources.state_dict import digest_weights
 from layertap.models.sources.torchvision import list_classifiers
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.weights.state_dict import digest_weights
 from tests.marks import slow
 from tests.transformers_nets import TEXT, saved
 

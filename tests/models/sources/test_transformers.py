@@ -18,17 +18,17 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.errors import LoadError
 from layertap.models.inputs.preprocess import preprocess
-from layertap.models.loaded_model import LoadedModel
-from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import Reduction
-from layertap.models.selection.plan import Capture
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.plan import Capture
+from layertap.models.plan.planner import make_plan
+from layertap.models.plan.requested import Reduction
+from layertap.models.plan.selectors import parse_selector
+from layertap.models.run.batch_slices import RequestSlice
+from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.sources import build
+from layertap.models.sources.state_dict import digest_weights
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.weights.state_dict import digest_weights
 from tests.loading import load_model
 from tests.marks import slow
 from tests.models.extraction import extract_plan, list_tensors

@@ -16,7 +16,7 @@ from layertap.models.spec import ModelSpec
 from layertap.service.config.configuration import read_configuration
 from tests import transformers_nets
 from tests.marks import slow
-from tests.models.weights import plain_weights
+from tests.models.sources import plain_weights
 from tests.oracle import seeded
 from tests.service.checkpoint_files import before, lightning, train
 from tests.service.cli.commands import Command

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.loading import load_model
-from layertap.models.planner import make_plan
-from layertap.models.selection.hook_points import Selector
+from layertap.models.plan.planner import make_plan
+from layertap.models.plan.requested import Selector
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.batch import CPU, Batch, Job, RowSlice
 from layertap.service.engine.batch_key import BatchKey

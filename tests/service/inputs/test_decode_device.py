@@ -14,7 +14,7 @@ from sklearn.datasets import load_sample_image
 from layertap.models.digits import spec as digits
 from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.device_decoder import DeviceDecoder
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.engine.execute.decode import decode_item, normalize_rows
 from layertap.service.inputs.images import get_plain_jpeg_size

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from layertap.models.selection.hook_points import Method
+from layertap.models.plan.requested import Method
 from tests.server import Live
 from tests.service.support import image
 from tests.service.ui.conftest import Open

@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from layertap.models.hooks.tensor_tree import view_bytes
-from layertap.models.selection.hook_points import TensorData
+from layertap.models.devices.plain_tensors import view_bytes
+from layertap.models.plan.requested import TensorData
 from layertap.service.inputs.items import ImageItem
 
 MAX_PACKET_BYTES = 192 * 1024  # Linux lets a socket send 208 KiB at once, unless it is set up otherwise

@@ -22,9 +22,9 @@ from layertap.models.devices.memory import count_oom_kills, measure_private_byte
 from layertap.models.errors import Failure, LayertapError, LoadError, make_load_error
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.preprocess import LibraryProcessor
-from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
-from layertap.models.model_info import ModelInfo
+from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.model_info import ModelInfo
 from layertap.models.sources.python import add_search_folders
 from layertap.models.spec import ModelSpec
 from layertap.service import allocator, logs

@@ -11,9 +11,9 @@ import torch
 
 from layertap.models.devices import memory
 from layertap.models.devices.devices import list_devices, resolve_device
-from layertap.models.loaded_model import LoadedModel, MultiDeviceModel, join_devices
-from layertap.models.model_info import ModelInfo
 from layertap.models.registry import load_ready_model
+from layertap.models.run.loaded_model import LoadedModel, MultiDeviceModel, join_devices
+from layertap.models.run.model_info import ModelInfo
 from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.batch import CPU

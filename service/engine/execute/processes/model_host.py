@@ -10,10 +10,10 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from layertap.models.devices.memory import count_oom_kills, measure_private_bytes
+from layertap.models.devices.turns import build_beside, take_turn
 from layertap.models.errors import LayertapError, LoadError, label_failures
-from layertap.models.fingerprint import get_proven_part
-from layertap.models.model_info import ModelInfo
-from layertap.models.turns import build_beside, take_turn
+from layertap.models.run.fingerprint import get_proven_part
+from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.fork_server import start_host
 from layertap.service.engine.execute.processes.forking import Forker, find_cause

@@ -7,7 +7,7 @@ from typing import Any
 
 from layertap.models.errors import LayertapError, out_of_memory_error
 from layertap.models.inputs.preprocess import LibraryProcessor
-from layertap.models.model_info import ModelInfo
+from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, SliceResult, UndecodedError
 from layertap.service.engine.execute.batch_runner import refuse
 from layertap.service.engine.execute.executor import Executor, Extend, fail_batch

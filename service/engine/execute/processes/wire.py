@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from layertap.models.capture.reduction import ReducedArray
 from layertap.models.catalog.catalog import Costs
-from layertap.models.selection.plan import Capture
-from layertap.models.selection.projections import count_weights
+from layertap.models.plan.plan import Capture
+from layertap.models.plan.projections import count_weights
+from layertap.models.run.reduction import ReducedArray
 from layertap.service.engine.batch import RowSlice, SliceResult
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.execute.processes.channel import Data, pack_array, pack_data, unpack_array

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from layertap.models.errors import LayertapError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.loaded_model import LoadedModel
-from layertap.models.resume.resumption import Resumption
+from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.resumption import Resumption
 from layertap.service.allocator import release_memory
 from layertap.service.engine.batch import (
     CPU,

@@ -20,9 +20,9 @@ from PIL import Image
 
 from bench.hard.pictures import gray, tiff
 from layertap.models.errors import InputError, LayertapError, TooLargeError
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.plan.selectors import parse_selector
 from layertap.models.registry import Registry, load_ready_model
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.execute.decode import try_to_decode

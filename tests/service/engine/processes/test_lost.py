@@ -14,8 +14,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 
-from layertap.models.capture.reduction import ReducedArray
 from layertap.models.digits import spec as digits
+from layertap.models.run.reduction import ReducedArray
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
 from layertap.service.engine.batch import SliceResult

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from layertap.models.planner import make_plan
-from layertap.models.selection.selectors import parse_selector
+from layertap.models.plan.planner import make_plan
+from layertap.models.plan.selectors import parse_selector
 from layertap.service.engine.execute.processes.wire import MAX_SPECS, NO_KEY, KnownSpecs, SentSpecs
 from layertap.service.engine.prepared_request import ForwardSpec, PreparedRequest
 from tests.conftest import net_spec

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from layertap.models.digits import WEIGHTS
-from layertap.models.weights.state_dict import digest_weights
+from layertap.models.sources.state_dict import digest_weights
 from tests.server import Live, serving
 from tests.service.gated_server import post_rows
 from tests.service.support import Json, image, picture, problem

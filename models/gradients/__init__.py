@@ -1,1 +1,0 @@
-"""Gradients of one forward: what is differentiated, with respect to what."""

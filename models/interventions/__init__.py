@@ -1,1 +1,0 @@
-"""Interventions on activations: a request's interventions looked up, and the operations themselves."""

@@ -1,0 +1,1 @@
+"""Selectors looked up in a catalog, and the captures that they ask for."""

@@ -1,0 +1,298 @@
+"""The plan of one request's forward, as plain data: captures, interventions, an objective, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, TensorInfo
+from layertap.models.devices.devices import TORCH_DTYPES
+from layertap.models.plan.poolings import POOLINGS
+from layertap.models.plan.projections import count_projected_bytes, describe_projection
+from layertap.models.plan.requested import BY_AXIS, Objective, Operation, Projection, Reduction
+from layertap.models.plan.statistics import list_columns
+from layertap.models.points import ATTENTION, GRADIENTS, Point
+
+MAX_SHOWN = 10  # names in a warning
+
+
+class ResultSize(NamedTuple):
+    """How large a result is in a reply: its numbers, and their bytes as an array, an int8 scale included."""
+
+    key: str
+    dtype: str
+    numbers: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A tensor of a forward: the point where it is hooked, and its description in the catalog."""
+
+    point: Point
+    info: TensorInfo
+
+
+def get_call(point: Point, catalog: Catalog) -> Call:
+    """The call that a point is at, of a layer or a function; LookupError if this shape's forward has none."""
+    call = catalog.layers[point.layer].calls[point.call]
+    return call.functions[point.function] if point.function else call
+
+
+def get_boundary(point: Point, catalog: Catalog) -> CallBoundary:
+    """The boundary of a call that a point is at; LookupError if there is none."""
+    return get_call(point, catalog).get_boundary(point.site)
+
+
+@dataclass(frozen=True)
+class Capture(Tap):
+    """One tensor to capture and its reduction; several results may share a capture.
+
+    ``length``: tokens of the request's longest text, if the tensor has a token axis; tokens beyond are padding.
+    """
+
+    reduction: Reduction
+    length: int | None = None
+
+    @property
+    def unpadded(self) -> TensorInfo:
+        """The tensor's description without padding."""
+        return self.info.with_length(self.length)
+
+    @cached_property
+    def reduced_info(self) -> TensorInfo:
+        """The result's description, with the shape of one row.
+
+        Integers and booleans keep their dtype, unless they are averaged or reduced to statistics.
+        """
+        reduction, pooling = self.reduction, POOLINGS[self.reduction.pool]
+        info = describe_projection(self.unpadded, reduction.project)
+        shape = info.index_select(reduction.indices_by_axis).shape
+        channels = shape[info.axis("C")] if info.has_axis("C") else 1
+        if reduction.metric is not None:
+            return TensorInfo(info.path, (1,), "float32")
+        if reduction.stats is not None:
+            columns = len(list_columns(reduction.stats, reduction.edges))
+            shape = (1, columns) if reduction.by is None else (1, shape[info.axis(BY_AXIS[reduction.by])], columns)
+        elif pooling.compute is not None:
+            shape = 1, channels if pooling.by_channel else prod(shape)
+        dtype = reduction.dtype if self.is_float else info.dtype
+        return TensorInfo(info.path, shape, dtype, 0 if reduction.is_by_row else info.row_axis)
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """The result's shape for ``rows`` rows."""
+        return self.reduced_info.shape_for(rows)
+
+    def reply_shape(self, rows: int) -> tuple[int, ...]:
+        """The shape in a reply: without the row axis if rows are merged."""
+        return self.shape(rows)[1:] if self.reduction.over else self.shape(rows)
+
+    @property
+    def reply_rows_axis(self) -> int | None:
+        """The row axis in a reply; None if the tensor is the same for all rows, or rows are merged."""
+        return None if self.reduction.over else self.reduced_info.row_axis
+
+    @property
+    def dtype(self) -> str:
+        """The result's dtype."""
+        return self.reduced_info.dtype
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the reduced values are floating."""
+        reduction = self.reduction
+        averages = POOLINGS[reduction.pool].averages or reduction.stats is not None or reduction.metric is not None
+        return self.info.is_floating or averages or reduction.normalize
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the result is int8, quantised from floating values with a scale."""
+        return self.is_float and self.reduction.dtype == "int8"
+
+    def nbytes(self, rows: int) -> int:
+        """Bytes of the result as an array, the int8 scale included."""
+        shape = self.shape(rows)
+        scale = 4 * (shape[0] if shape else 1) if self.is_scaled else 0
+        return prod(shape) * TORCH_DTYPES[self.dtype].itemsize + scale
+
+
+@dataclass(frozen=True)
+class ResolvedIntervention(Tap):
+    """One tensor to change, and how; ``source`` captures the tensor of another input that the change uses.
+
+    ``is_view``: the function returns a view of its input.
+    """
+
+    operation: Operation
+    source: Capture | None = None
+    is_view: bool = False
+
+
+@dataclass(frozen=True)
+class ResolvedObjective(Tap):
+    """An objective and the tensor that it is computed from."""
+
+    objective: Objective
+
+
+@dataclass(frozen=True)
+class Result:
+    """One key of the reply."""
+
+    key: str
+    capture: Capture
+    module: str
+
+    def measure(self, rows: int) -> ResultSize:
+        """Its size for ``rows`` rows."""
+        capture = self.capture
+        return ResultSize(self.key, capture.dtype, prod(capture.reply_shape(rows)), capture.nbytes(rows))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one request needs from a forward.
+
+    ``results`` are in the order asked for; ``stops_at`` is the last point needed, ``cost`` the share of a whole
+    forward's time spent until then; ``skipped`` are layers that globs matched but that never run. ``interventions`` has
+    the changes of each intervention; ``objective`` is set if a gradient is asked for. ``anchors_views``: gradients are
+    taken at functions that return views of their inputs. ``extra`` captures feed changes of other inputs. ``left_out``:
+    tensors that globs matched but that can't be returned, with the reasons. ``shared``: changed inputs that other
+    layers read too, with their origin. ``idle``: changes behind everything that is asked for. ``calls``: of a model
+    whose calls depend on values, how many the plan is for. ``counts_back``: a change is at one counted from the last.
+    """
+
+    results: tuple[Result, ...]
+    stops_at: Point
+    cost: float
+    skipped: tuple[str, ...]
+    interventions: tuple[tuple[ResolvedIntervention, ...], ...] = ()
+    objective: ResolvedObjective | None = None
+    extra: frozenset[Capture] = frozenset()
+    left_out: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    anchors_views: bool = False
+    idle: tuple[str, ...] = ()
+    calls: tuple[tuple[tuple[str, int, str], int], ...] = ()
+    counts_back: bool = False
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings about omitted tensors and about changes that not everything sees, with the first few names."""
+        warnings = {
+            f"{len(self.left_out)} matching tensors are left out": self.left_out,
+            "others read these inputs too, without the change": self.shared,
+            "these changes come after everything that is asked for, and change none of it": self.idle,
+        }
+        return tuple(
+            f"{warning}: {'; '.join(names[:MAX_SHOWN])}{' …' if len(names) > MAX_SHOWN else ''}"
+            for warning, names in warnings.items()
+            if names
+        )
+
+    @cached_property
+    def resolved_interventions(self) -> tuple[ResolvedIntervention, ...]:
+        """All changes, in order."""
+        return tuple(change for changes in self.interventions for change in changes)
+
+    @cached_property
+    def scores(self) -> Capture | None:
+        """The capture of the scores that choose each row's class, if the objective's class is "top"."""
+        if self.objective is None or self.objective.objective.klass != "top":
+            return None
+        position = self.objective.objective.position or ()
+        return Capture(
+            self.objective.point, self.objective.info, Reduction(tokens=position if len(position) == 1 else None)
+        )
+
+    @cached_property
+    def captures(self) -> frozenset[Capture]:
+        """Each distinct capture once."""
+        scores = [] if self.scores is None else [self.scores]
+        return frozenset([*(result.capture for result in self.results), *scores, *self.extra])
+
+    @property
+    def projected_bytes(self) -> int:
+        """Temporary bytes that the projections of one row need: a step's input and its result."""
+        return 2 * sum(count_projected_bytes(info, projection) for info, projection in self.list_projections())
+
+    def list_projections(self) -> list[tuple[TensorInfo, Projection | None]]:
+        """Each capture's and each change's tensor, with its projection or None."""
+        steps = [(each.unpadded, each.reduction.project) for each in self.captures]
+        return steps + [(each.info, each.operation.project) for each in self.resolved_interventions]
+
+    @cached_property
+    def may_split(self) -> bool:
+        """Whether the rows may run in several forwards and be joined again."""
+        return not any(tap.info.crosses_rows for tap in self._taps)
+
+    @cached_property
+    def runs_alone(self) -> bool:
+        """Whether each row needs a forward of its own: beside others, a tensor's rows are not known."""
+        return any(tap.info.alone for tap in self._taps)
+
+    @property
+    def _taps(self) -> tuple[Tap, ...]:
+        objectives = () if self.objective is None else (self.objective,)
+        return (*self.captures, *self.resolved_interventions, *objectives)
+
+    @property
+    def changed_selectors(self) -> tuple[tuple[str, ...], ...]:
+        """What each intervention changes, as selectors."""
+        return tuple(tuple(change.point.text for change in changes) for changes in self.interventions)
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a backward follows."""
+        return self.objective is not None
+
+    @cached_property
+    def anchors(self) -> frozenset[Point]:
+        """Where graphs begin: kernels may be other ones for what requires grad, and round otherwise."""
+        taps: tuple[Tap, ...] = (*self.captures, *self.resolved_interventions)
+        return frozenset(tap.point for tap in taps if tap.point.site in GRADIENTS)
+
+    @cached_property
+    def unfused_layers(self) -> frozenset[str]:
+        """The layers whose attention is changed or differentiated, and therefore runs unfused."""
+        points = [capture.point for capture in self.captures if capture.point.site in GRADIENTS]
+        points += [change.point for change in self.resolved_interventions]
+        return frozenset(point.layer for point in points if point.site in ATTENTION)
+
+    @cached_property
+    def may_share(self) -> bool:
+        """Whether its rows may share a forward with others: its changes must affect no other request's rows.
+
+        Unfused attention changes the rounding of every row. A change to a function that returns a view replaces the
+        view by a copy for every row: a later in-place write would no longer reach the original.
+        """
+        return (
+            self.may_split
+            and not self.unfused_layers
+            and not self.anchors_views
+            and all(each.info.row_axis is not None and not each.is_view for each in self.resolved_interventions)
+        )
+
+    def list_sizes(self, rows: int) -> Sequence[ResultSize]:
+        """The size of each result."""
+        return self._size(rows)[0]
+
+    def nbytes(self, rows: int) -> int:
+        """Bytes of all results as arrays."""
+        return self._size(rows)[1]
+
+    def _size(self, rows: int) -> tuple[Sequence[ResultSize], int]:
+        """The size of each result, and their bytes; cached, as each request asks several times and plans are reused."""
+        size = self._sizes.get(rows)
+        if size is None:
+            sizes = [result.measure(rows) for result in self.results]
+            size = self._sizes[rows] = sizes, sum(each.nbytes for each in sizes)
+        return size
+
+    @cached_property
+    def _sizes(self) -> dict[int, tuple[Sequence[ResultSize], int]]:
+        """Sizes by number of rows; at most as many entries as a request may have inputs."""
+        return {}

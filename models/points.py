@@ -1,0 +1,107 @@
+"""Points: which tensor of which call of which layer; the sites of a call, and the axes of a tensor. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from layertap.models.errors import escape
+
+Module = TypeVar("Module")
+
+Site = Literal["output", "input", "grad_output", "grad_input", "attention", "attention_sink", "attention_grad"]
+# Kinds of hook: ``attach.py`` has a row for each. Those of functions see both sides of every function of a call.
+HookKind = Literal["output", "input", "attention", "attention_sink", "unfused", "function", "changed_function"]
+# Which call of a module, or of a function in such a call: with its name and number, ``add#0``, and its side.
+CallKey = int | tuple[int, str, HookKind]
+# The options that take indices along an axis, and the letter of that axis in a layout.
+AXES = {"channels": "C", "tokens": "T", "heads": "A", "queries": "Q", "keys": "K"}
+# The letters of a layout, which names a tensor's axes in order.
+LETTERS = {
+    "N": "rows",
+    "C": "channels",
+    "T": "tokens or time",
+    "H": "height",
+    "W": "width",
+    "L": "length",
+    "A": "heads",
+    "Q": "queries",
+    "K": "keys",
+    "?": "any other",
+}
+NAME_AXES = f"a letter for each axis: {', '.join(f'{letter} {axis}' for letter, axis in LETTERS.items())}"
+GIVE_LAYOUT = f"add 'layout', {NAME_AXES}"
+EACH = {"channel": "channels", "head": "heads", "query": "queries", "key": "keys", "token": "tokens"}  # by one entry
+
+
+@dataclass(frozen=True)
+class SiteSpec:
+    """The hook that sees a site's value, or the value whose gradient it is; what may be done there."""
+
+    hook: HookKind
+    is_gradient: bool = False
+    is_attention: bool = False
+    is_editable: bool = False
+
+
+SITES: dict[Site, SiteSpec] = {
+    "output": SiteSpec("output", is_editable=True),
+    "input": SiteSpec("input", is_editable=True),
+    "grad_output": SiteSpec("output", is_gradient=True, is_editable=True),
+    "grad_input": SiteSpec("input", is_gradient=True, is_editable=True),
+    "attention": SiteSpec("attention", is_attention=True, is_editable=True),
+    "attention_sink": SiteSpec("attention_sink", is_attention=True),
+    "attention_grad": SiteSpec("unfused", is_gradient=True, is_attention=True),
+}
+GRADIENTS = frozenset(name for name, site in SITES.items() if site.is_gradient)
+ATTENTION = frozenset(name for name, site in SITES.items() if site.is_attention)
+EDITABLE = frozenset(name for name, site in SITES.items() if site.is_editable)
+OF_FUNCTIONS = tuple(name for name in SITES if name not in ATTENTION)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One tensor of one call of one layer: ``layer3.0.relu``, call 2, path ``()``, site ``output``.
+
+    ``function``: a function that the layer calls in that call, by name and number: ``add#0``; "": the layer itself.
+    """
+
+    layer: str
+    call: int
+    path: tuple[str, ...]
+    site: Site
+    function: str = ""
+
+    @property
+    def text(self) -> str:
+        """The selector that names this point only."""
+        return f"{self.format_name(f'#{self.call}')}:{self.site}"
+
+    def format_name(self, call: str = "") -> str:
+        """Layer, function and path; ``call`` is the text of the layer's call."""
+        return f"{self.layer}{call}{'/' if self.function else ''}{self.function}{format_path(self.path)}"
+
+    @property
+    def escaped_text(self) -> str:
+        """``text`` in quotes, safe to show."""
+        return escape(self.text)
+
+    @property
+    def hook(self) -> HookKind:
+        """The kind of hook that sees this value, or the value whose gradient this is."""
+        return "function" if self.function else SITES[self.site].hook
+
+    @property
+    def call_key(self) -> CallKey:
+        """The call as this kind of hook names it."""
+        return (self.call, self.function, SITES[self.site].hook) if self.function else self.call
+
+    def locate(self, modules: Mapping[str, Module]) -> tuple[Module, HookKind, CallKey, tuple[str, ...]]:
+        """The location by module, because a tied module has several names; ``modules`` has the root as ``.``."""
+        return modules[self.layer], self.hook, self.call_key, self.path
+
+
+def format_path(path: tuple[str, ...]) -> str:
+    """A path as a selector writes it: ``[out][0]``."""
+    return "".join(f"[{key}]" for key in path)

@@ -1,0 +1,238 @@
+"""Fingerprints: digests of everything that decides whether two vectors are comparable.
+
+Equal fingerprints mean: the same weights, architecture (a library's name and arguments, or the operator's own code and
+all that it reads), model dtype, preprocessing, layer, call, path, site, projection, narrowing, statistics,
+pooling, normalisation and reply dtype. If the caller preprocessed the rows and sent tensors, that is included, and so
+is their shape if it is not the configured one. The machine, the device, the time, the model's configured name and
+its memory format are not included. The configured ``tf32`` is, even without a GPU that acts on it: its error is a
+thousand times that of float32. So is a decoder that changes some pixels, even for pictures that it leaves unchanged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any
+
+from torch import nn
+
+from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.errors import UNPROVEN, UNREPEATABLE
+from layertap.models.inputs.preprocess import Preprocessing
+from layertap.models.plan.plan import ResolvedIntervention, ResolvedObjective
+from layertap.models.plan.poolings import POOLINGS
+from layertap.models.plan.requested import Reduction, TensorData
+from layertap.models.points import Point
+from layertap.models.spec import Decode, InputSpec, Preprocessed, Tower
+
+RECIPE = 1  # raise it when the meaning of a pooling or a preprocessing step changes
+DECODE_RECIPES = {"fast": "fast 2"}  # of decoders whose pixels have changed since an earlier version
+SURVEYED = frozenset({"values", "longest", "long_axis", "example"})
+KNOWN_HERE = ("info", "source", "is_view")  # fields of a change that come from a catalog or another input
+# Request options that earlier versions did not have: if None, fingerprints stay what they were.
+OMITTED_IF_NONE = frozenset({"reduction", "outputs", "edges", "each", "metric", "row", "project", "layout"})
+LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+def digest_architecture(module: nn.Module, source: str, settings: str = "") -> str:
+    """A digest of a module tree: source, and for each module its name, class, printed settings and plain attributes.
+
+    Attributes are included because not every module prints what matters: MultiheadAttention hides its number of heads.
+    ``settings`` are settings of the whole model that may be in no module.
+    """
+    tree = [
+        (name, type(part).__qualname__, _ADDRESS.sub("", part.extra_repr()), _list_settings(part))
+        for name, part in module.named_modules(remove_duplicate=False)
+    ]
+    return _digest([source, tree, *([settings] if settings else [])])
+
+
+def digest_named_architecture(source: str, settings: str = "") -> str:
+    """A digest of a library architecture, by its name, which stands for its structure, and its settings.
+
+    The module tree is not included: a new version of the library may print, keep or nest more and compute the same.
+    A version that computes something else under the same name is found by a probe, not here.
+    """
+    return _digest([source, settings])
+
+
+def digest_model(
+    weights: str,
+    structure: str,
+    precision: str,
+    preprocess: Preprocessing | None,
+    inputs: Iterable[InputSpec],
+    tokenizer: str = "",
+    decode: Decode = "exact",
+) -> str:
+    """The model's part of every fingerprint, from the digests of its weights, its architecture and its tokenizer.
+
+    ``decode`` counts if it changes numbers.
+    ``precision`` is its dtype, or ``tf32`` if a GPU may use fewer bits than float32 has.
+    """
+    row = _describe_picture(preprocess, decode) if preprocess else [_describe_input(spec) for spec in inputs]
+    return _digest([RECIPE, weights, structure, precision, row, *([tokenizer] if tokenizer else [])])
+
+
+def digest_rows(
+    model: str, preprocessed: Preprocessed, shapes: Iterable[tuple[int, ...]] | None, tower: Tower | None = None
+) -> str:
+    """The model's part for rows that were not preprocessed as configured; unchanged if they were.
+
+    ``shapes``: of one row, input by input, if they are not the configured ones.
+    ``tower``: which of two towers takes them.
+    """
+    of_tower = _digest([model, tower], model) if tower else model
+    return _digest([of_tower, preprocessed, shapes], model) if preprocessed else of_tower
+
+
+def digest_prompt(model: str, prompt: str) -> str:
+    """The model's part for texts with a prompt other than its own in front."""
+    return _digest([RECIPE, "prompt", model, prompt], model)
+
+
+def digest_result(
+    model: str,
+    point: Point,
+    reduction: Reduction,
+    changes: str | None = None,
+    *,
+    of_text: bool = False,
+    layout: Mapping[str, Any] | None = None,
+) -> str:
+    """The fingerprint of one result, from the model's part and, if any, the part of the changes it depends on.
+
+    ``of_text``: its tensor has tokens of a text: pools that leave out class tokens once left out its first token too.
+    ``layout``: what ``describe_layout`` says of its tensor.
+    """
+    pooling = POOLINGS[reduction.pool]
+    all_tokens = of_text and pooling.combines and pooling.skips_prefix
+    parts: list[object] = [changes, {"pooled": "all tokens"} if all_tokens else None, layout]
+    return _digest([model, _to_plain_data(point), _to_plain_data(reduction), *filter(None, parts)], model)
+
+
+def describe_layout(info: TensorInfo) -> dict[str, Any]:
+    """The layout that a request gave a tensor, if it is not the one that was found."""
+    return {"layout": info.layout} if info.layout_given else {}
+
+
+def digest_explanation(method: str, results: Iterable[str]) -> str:
+    """The fingerprint of a map that a method makes of results."""
+    several = sorted(results)
+    return _digest([RECIPE, method, several], *several)
+
+
+def digest_changes(changes: Iterable[ResolvedIntervention | ResolvedObjective], start: str = "") -> str | None:
+    """The part of a fingerprint for interventions, an objective and a layer to resume from; None if there are none.
+
+    Fields from the catalog are left out: they depend on the input's shape, and fingerprints do not. Whether a tensor
+    has tokens is included: earlier versions changed and counted padding like other tokens.
+    """
+    parts: list[object] = [_describe_change(each) for each in changes]
+    if start:
+        parts.append({"resume": start})
+    return _digest(parts) if parts else None
+
+
+def digest_sources(result: str, changes: Iterable[str]) -> str:
+    """The fingerprint of a result whose changes use tensors of other inputs, with the changes made to those inputs."""
+    return _digest([RECIPE, "sources", result, *changes], result)
+
+
+def digest_dimensions(result: str, dimensions: int) -> str:
+    """The fingerprint of a result whose vectors are cut to their first ``dimensions``."""
+    return _digest([RECIPE, "dimensions", result, dimensions], result)
+
+
+def digest_batch(result: str) -> str:
+    """The fingerprint of a result whose rows depend on the other rows of the batch."""
+    return _digest([RECIPE, "batch", result], result)
+
+
+def digest_reply(results: Iterable[str]) -> str:
+    """The fingerprint of a whole reply: that of its only result, or a digest of all of them, in any order."""
+    several = sorted(set(results))
+    return several[0] if len(several) == 1 else _digest(several, *several)
+
+
+def make_unrepeatable() -> str:
+    """A placeholder fingerprint for a non-deterministic model: it equals no other."""
+    return UNREPEATABLE + secrets.token_hex(8)
+
+
+def make_unproven(identity: str) -> str:
+    """A model's part of fingerprints if it holds what can't be read: another one each time that it is loaded."""
+    return f"{UNPROVEN}{identity}.{secrets.token_hex(8)}"
+
+
+def get_proven_part(identity: str) -> str:
+    """What two loads of a model have in common in its part of fingerprints: all of it unless it is unproven."""
+    return identity.partition(".")[0]
+
+
+def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[str, Any]:
+    """A change without its catalog fields and the index of the input that it takes a tensor from."""
+    described = {name: value for name, value in _to_plain_data(change).items() if name not in KNOWN_HERE}
+    if isinstance(change, ResolvedIntervention) and change.source is not None:
+        operation = {name: value for name, value in described["operation"].items() if name != "source"}
+        described |= {"operation": operation, "source": _to_plain_data(change.source.point)}
+    return described | ({"tokens": "own"} if change.info.token_axes else {}) | describe_layout(change.info)
+
+
+def _describe_picture(how: Preprocessing, decode: Decode) -> dict[str, Any]:
+    """How a picture becomes a row; exact decoding, the default, is left out."""
+    return how.describe() | ({"decode": DECODE_RECIPES.get(decode, decode)} if how.changes_pixels(decode) else {})
+
+
+def _describe_input(spec: InputSpec) -> dict[str, Any]:
+    """An input without the fields that only say which other values are accepted, or what a survey sends."""
+    return {name: value for name, value in asdict(spec).items() if name not in SURVEYED}
+
+
+def _to_plain_data(value: Any) -> dict[str, Any]:
+    """A dataclass as plain data."""
+    entries = {field.name: getattr(value, field.name) for field in fields(value)}
+    entries = {name: entry for name, entry in entries.items() if entry is not None or name not in OMITTED_IF_NONE}
+    if isinstance(value, Point):  # in the format of versions that could only capture functions
+        function = entries.pop("function")
+        if function and value.site in ("output", "input"):
+            entries |= {"path": (*function.rsplit("#", 1), value.site, *value.path), "site": "function"}
+        elif function:
+            entries |= {"path": (*function.rsplit("#", 1), *value.path), "site": f"function:{value.site}"}
+    return {name: _to_plain_entry(entry) for name, entry in entries.items()}
+
+
+def _to_plain_entry(entry: Any) -> Any:
+    if isinstance(entry, TensorData):
+        return {"shape": entry.shape, "data": entry.digest}
+    if isinstance(entry, tuple) and is_dataclass(next(iter(entry), None)):
+        return [_to_plain_entry(each) for each in entry]
+    return _to_plain_data(entry) if is_dataclass(entry) else entry
+
+
+def _list_settings(part: nn.Module) -> dict[str, object]:
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if _is_plain(value) and name not in LEFT_OUT and not name.startswith("_")
+    }
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(item) and not isinstance(item, (tuple, list)) for item in value)
+    if isinstance(value, str):
+        return "/" not in value and "\\" not in value  # a path depends on the machine
+    return value is None or isinstance(value, (bool, int, float))
+
+
+def _digest(value: object, *made_from: str) -> str:
+    """A digest of plain data; one of other fingerprints is unrepeatable or unproven if one of these is."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    kinds = [kind for kind in (UNREPEATABLE, UNPROVEN) if any(each.startswith(kind) for each in made_from)]
+    return "".join(kinds[:1]) + hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,164 @@
+"""Gradients of one forward: anchors in its graph, the objective, and the gradient at each anchor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from layertap.models.catalog.row_tensor import RowTensor, to_floating
+from layertap.models.devices.memory import is_device_error
+from layertap.models.errors import InputError, find_own_line
+from layertap.models.hooks.attach import ATTACH, Location, StopForward, attach_at
+from layertap.models.hooks.own_code import run_own
+from layertap.models.hooks.running_calls import Changes
+from layertap.models.hooks.tensor_tree import iterate_tensors
+from layertap.models.plan.objectives import OBJECTIVES
+from layertap.models.plan.requested import Objective
+from layertap.models.points import Point
+
+
+class GradientAnchors:
+    """The anchors and the objective of one forward.
+
+    An anchor is a module's input or output. The forward goes on with a copy of it, so that in-place operations do not
+    overwrite the anchor, and other uses of the value add nothing to its gradient.
+    """
+
+    def __init__(self) -> None:
+        self._anchors: dict[Location, Tensor] = {}
+        self._changed: list[Tensor] = []  # the successors whose gradients are changed first
+        self._totals: dict[Point, Tensor] = {}
+
+    def anchor(self, key: Location, value: Tensor, changes: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
+        """Keep a value as an anchor and return the copy that replaces it in the forward.
+
+        ``changes`` are applied to its gradient, the last one first.
+        """
+        # If nothing before it requires grad the graph begins here: weights are frozen, inputs may be integers.
+        anchor = value.clone() if value.requires_grad else value.detach().clone().requires_grad_()
+        self._anchors[key] = anchor
+        changed, successor = None, anchor.clone()
+        for change in changes:
+            # Not on the anchor: autograd does not promise to read a tensor's gradient after the tensor's own hooks.
+            successor.register_hook(partial(run_own, change))  # type: ignore[no-untyped-call]
+            changed, successor = successor, successor.clone()
+        if changed is not None:
+            self._changed.append(changed)
+        return successor
+
+    def add(self, point: Point, objective: Tensor) -> None:
+        """Add an objective that is computed from a point's tensor to what is differentiated."""
+        self._totals[point] = self._totals[point] + objective if point in self._totals else objective
+
+    def reaches(self, point: Point, anchors: Collection[Location]) -> bool:
+        """Whether the objective at a point depends on the earliest anchored call among ``anchors``."""
+        first = next(key for key in self._anchors if key in anchors)[:3]
+        ends = {get_gradient_edge(anchor).node for key, anchor in self._anchors.items() if key[:3] == first}
+        return not ends.isdisjoint(_collect_nodes(self._totals[point]))
+
+    def compute_gradients(self) -> Mapping[Location, Tensor]:
+        """The gradient at each anchor; frees the graph. InputError if the model can't be differentiated.
+
+        If the objective does not depend on an anchor, its gradient is zero with the changes applied.
+        """
+        anchors = list(self._anchors.values())
+        totals = [total for total in self._totals.values() if total.requires_grad]
+        # Autograd calls no hook without a gradient: whether a change is applied would depend on the rest of the batch.
+        seeds = [None] * len(totals) + [torch.zeros_like(changed) for changed in self._changed]
+        if not seeds:
+            return {key: torch.zeros_like(anchor) for key, anchor in self._anchors.items()}
+        try:
+            gradients = torch.autograd.grad([*totals, *self._changed], anchors, seeds, allow_unused=True)
+        except RuntimeError as error:
+            if is_device_error(error) or find_own_line(error) is not None:  # of a backward of the model's own
+                raise
+            raise InputError(
+                f"the model can't be differentiated there ({type(error).__name__})",
+                hint="ask for a gradient nearer to the objective",
+            ) from error
+        return {
+            key: torch.zeros_like(anchor) if gradient is None else gradient.detach()
+            for (key, anchor), gradient in zip(self._anchors.items(), gradients, strict=True)
+        }
+
+
+def compute_objective(rows: RowTensor, objective: Objective) -> Tensor:
+    """The sum of an objective over a request's rows, in float32 or wider; padding is left out of each row."""
+    sums = [each.sum() for each in _compute_parts(rows, objective)]
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+def compute_objectives(rows: RowTensor, objective: Objective) -> Tensor:
+    """An objective for each row of a request, (rows,), in float32 or wider; padding is left out."""
+    parts = [each.flatten() for each in _compute_parts(rows, objective)]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _compute_parts(rows: RowTensor, objective: Objective) -> list[Tensor]:
+    rows = replace(rows, value=to_floating(rows.value))
+    parts = rows.strip() if rows.is_padded else (rows,)
+    return [OBJECTIVES[objective.kind].compute(each.at(objective.position), objective) for each in parts]
+
+
+def _collect_nodes(end: Tensor) -> set[Any]:
+    """Every operation that a tensor depends on."""
+    nodes: set[Any] = set()
+    pending: list[Any] = [end.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            pending += [before for before, _ in node.next_functions]
+    return nodes
+
+
+def find_unreachable(
+    forward: Callable[[], object], modules: Mapping[str, nn.Module], points: Collection[Point]
+) -> list[Point]:
+    """The points that no autograd graph reaches, though one began at the model's input or its embedding tables.
+
+    Runs the forward with grad enabled, up to the last point; without points it runs nothing. The list is empty if no
+    graph could begin, and has all points if the forward fails with grad enabled.
+    """
+    if not points:
+        return []
+    graph_began = False
+    reached: dict[Point, bool] = {}
+
+    def begin_graph(call: int, value: object) -> Changes:
+        nonlocal graph_began
+        # Inside the model's own no_grad a graph would not begin.
+        tensors = dict(iterate_tensors(value)) if torch.is_grad_enabled() else {}
+        changes = {
+            path: tensor.detach().clone().requires_grad_().clone()
+            for path, tensor in tensors.items()
+            if not tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+        }
+        graph_began = graph_began or bool(changes)
+        return changes
+
+    def check_point(point: Point, tensor: Tensor) -> None:
+        reached[point] = tensor.requires_grad
+        if len(reached) == len(points):
+            raise StopForward
+
+    with ExitStack() as stack:
+        ATTACH["input"](stack, modules["."], begin_graph)
+        for table in {part for part in modules.values() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}:
+            ATTACH["output"](stack, table, begin_graph)
+        attach_at(stack, {point: point.locate(modules) for point in points}, check_point)
+        try:
+            with suppress(StopForward), torch.enable_grad():
+                forward()
+        except RuntimeError as error:
+            if is_device_error(error):
+                raise
+            return list(points)  # the forward only runs without a graph
+    return [point for point, is_reached in reached.items() if graph_began and not is_reached]

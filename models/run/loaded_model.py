@@ -1,0 +1,259 @@
+"""A model in memory: its replicas on their device, what it takes, what identifies it, and how rows run through it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor, nn
+
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.catalog.row_tensor import RowTensor
+from layertap.models.devices import memory, transfer
+from layertap.models.devices.devices import DTYPES, use_threads
+from layertap.models.devices.memory import Inputs
+from layertap.models.errors import InputError, LayertapError, LoadError, describe_error, out_of_memory_error
+from layertap.models.hooks.tensor_tree import iterate_tensors
+from layertap.models.inputs.model_inputs import POSITIONS, number_tokens
+from layertap.models.inputs.noise import make_noise, make_noise_row
+from layertap.models.inputs.preprocess import normalize, normalize_batch
+from layertap.models.plan.plan import Plan
+from layertap.models.run import verification
+from layertap.models.run.batch_slices import BatchActivations, RequestSlice
+from layertap.models.run.compiled_plan import PlanGraphs
+from layertap.models.run.fingerprint import get_proven_part
+from layertap.models.run.model_catalogs import ModelCatalogs
+from layertap.models.run.model_info import ModelInfo
+from layertap.models.run.replica import Replica
+from layertap.models.run.resumption import Resumption
+from layertap.models.run.row_check import RowCheck
+from layertap.models.spec import ModelSpec, PreprocessSpec
+
+NO_INPUTS: Inputs = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(ModelInfo):
+    """A model ready to run. Each replica belongs to one thread: everything that runs it happens there.
+
+    ``catalogs`` run the first replica. ``graphs`` are those of the warm plans, None for one that runs with hooks.
+    ``row_check`` says which shared forwards are checked in this process.
+    """
+
+    replicas: tuple[Replica, ...]
+    catalogs: ModelCatalogs
+    graphs: tuple[PlanGraphs | None, ...] = ()
+    row_check: RowCheck = field(default_factory=RowCheck)
+
+    @property
+    def module(self) -> nn.Module:
+        """The first replica's module."""
+        return self.replicas[0].module
+
+    @property
+    def hooks(self) -> int:
+        """The number of our hooks on all replicas now: 0 when idle."""
+        return sum(replica.hooks for replica in self.replicas)
+
+    def is_batch_invariant(self, rows: int) -> bool:
+        """Whether a row gives the same bits at any index of a batch of this size, tried at a few indices.
+
+        Raises whatever a forward of that many rows does.
+        """
+        if self.catalog.crosses_rows:
+            return True
+        noise = make_noise(self.inputs, self.device, self.dtype)
+        outputs = [info for info in self.catalog.outputs if info.row_axis is not None]
+        rows_by_index = []
+        with torch.no_grad(), use_threads(1):
+            for index in sorted({0, 1 % rows, rows // 2, rows - 1}):
+                numbers = [int(each == index) for each in range(rows)]  # row 0 everywhere else
+                batch = {name: value[numbers] for name, value in noise.items()}
+                tensors = dict(iterate_tensors(self.replicas[0].forward(batch)))
+                found = [RowTensor(tensors[info.path], info) for info in outputs if info.path in tensors]
+                rows_by_index.append([each.select((index, index + 1)).value.clone() for each in found])
+        first = rows_by_index[0]
+        return all(torch.equal(*pair) for each in rows_by_index for pair in zip(each, first, strict=True))
+
+    def run(
+        self,
+        replica: Replica,
+        pieces: Sequence[Inputs],
+        slices: Sequence[RequestSlice],
+        padded_rows: int | None = None,
+        resumption: Resumption | None = None,
+        graphs: PlanGraphs | None = None,
+    ) -> BatchActivations:
+        """One forward of a replica for the requests that share it, their rows concatenated; results are on the device.
+
+        ``padded_rows``: the forward's number of rows; the first row is repeated to fill it. With ``resumption`` the
+        forward resumes from a layer, and the rows are that layer's output; with ``graphs`` one of them gives all
+        its captures.
+        OutOfMemoryError, raised after everything that the forward held is freed; InputError if the model raises
+        IndexError or ValueError for these values, and does not for noise.
+        """
+        count = sum(len(next(iter(piece.values()))) for piece in pieces)
+        rows = max(count, padded_rows or 0)
+        try:
+            if graphs is not None:
+                rows = graphs.get_padded_rows(rows, replica)
+                return graphs.run(self._assemble_batch(pieces, rows - count, None), rows, replica)
+            # Assembled for each forward: a model may write to its input.
+            with replica.forward.kept():  # also what a backward changes, which may run parts again
+                return replica.extractor.extract_slices(
+                    lambda: self._forward(replica, self._assemble_batch(pieces, rows - count, resumption), resumption),
+                    slices,
+                    rows,
+                    self._join_masks(pieces, rows - count),
+                    self.catalog.traits.stops,
+                )
+        except (IndexError, ValueError) as error:  # for example, a token beyond the vocabulary
+            # Requests that share a forward run again, each alone.
+            if len(pieces) == 1 and self.probe(replica, {} if resumption else pieces[0], slices) is not None:
+                raise
+            raise InputError(f"the model does not take these values: {describe_error(error)}") from error
+        except RuntimeError as error:
+            if not memory.is_out_of_memory(error):
+                raise
+        raise out_of_memory_error(count)
+
+    def run_verified(
+        self,
+        replica: Replica,
+        piece: Inputs,
+        request_slice: RequestSlice,
+        plan: Plan,
+        catalog: Catalog,
+        padded_rows: int | None = None,
+        resumption: Resumption | None = None,
+    ) -> BatchActivations:
+        """``run`` for one request; RequestError if putting its captured outputs back changes the model's output."""
+        count = request_slice.stop - request_slice.start
+        rows = max(count, padded_rows or 0)
+        whole = RequestSlice(0, rows, verification.list_extra_captures(plan, catalog))
+        activations = self.run(replica, [piece], [request_slice, whole], padded_rows, resumption)
+
+        def run_again(values: verification.TensorsByPoint) -> verification.TensorsByPoint:
+            batch = self._assemble_batch([piece], rows - count, resumption)  # again: a model may have written to it
+            with replica.forward.kept():
+                return replica.extractor.run_with_replacements(
+                    lambda: self._forward(replica, batch, resumption), values
+                )
+
+        values = {capture.point: reduced.values for capture, reduced in activations.select(whole).items()}
+        verification.check_outputs(plan, catalog, values, run_again)
+        return BatchActivations(
+            {key: reduced for key, reduced in activations.pieces.items() if key[0] in request_slice.captures}
+        )
+
+    def probe(
+        self, replica: Replica, like: Inputs = NO_INPUTS, slices: Sequence[RequestSlice] = ()
+    ) -> BaseException | None:
+        """What a forward of noise, which succeeded at loading, raises now; None if it succeeds.
+
+        ``like``: rows of the shape to try, if not the configured one; ``slices``: what to differentiate, without their
+        changes, which are a caller's values too. Out of memory does not count: a smaller batch may fit.
+        """
+        specs = [replace(each, shape=tuple(like[each.name].shape[1:])) for each in self.inputs if each.name in like]
+        one = [replace(each, start=0, stop=1, interventions=()) for each in slices if like]
+        noise = specs or self.inputs, self.device, self.dtype
+        try:
+            with replica.forward.kept():
+                replica.extractor.extract_slices(lambda: replica.forward(make_noise_row(*noise)), one, 1)
+                transfer.synchronize(self.device)  # kernels report errors when they are waited for
+        except LayertapError:  # noise is not what a request's plan expects
+            return None
+        except BaseException as error:  # a model may raise SystemExit too
+            return None if isinstance(error, MemoryError) or memory.is_out_of_memory(error) else error
+        return None
+
+    def _forward(self, replica: Replica, batch: Inputs, resumption: Resumption | None) -> object:
+        if resumption is None:
+            return replica.forward(batch)
+        output = next(iter(batch.values()))  # the mask of a text comes after its ids
+        return resumption.forward(replica.forward, replica.module, output)
+
+    def _assemble_batch(
+        self, pieces: Sequence[Inputs], padding: int, resumption: Resumption | None
+    ) -> dict[str, Tensor]:
+        """One batch of all pieces, copied: a model may write to its input. Pixels are normalised, but not a layer's."""
+        batch: dict[str, Tensor] = {}
+        how = self.model_inputs.preprocess if resumption is None else None
+        floating = self.dtype if resumption is None else DTYPES[resumption.start.info.dtype]  # a layer may have its own
+        for name, first in pieces[0].items():
+            parts = [piece[name] for piece in pieces]
+            if isinstance(how, PreprocessSpec):
+                if self.device.type == "cpu" and all(part.dtype == torch.uint8 for part in parts):
+                    batch[name] = normalize_batch(parts, how, padding).to(floating)
+                    continue
+                parts = [normalize(part, how) if part.dtype == torch.uint8 else part for part in parts]
+            if padding:
+                parts.append(parts[0][:1].expand(padding, *first.shape[1:]))
+            dtype = floating if parts[0].is_floating_point() else first.dtype
+            batch[name] = transfer.to_device(parts, dtype, self.device)
+        text = self.text
+        if text is not None and resumption is None and any(text.numbers(piece) for piece in pieces):
+            batch[POSITIONS] = number_tokens(batch[text.mask or ""])
+        return batch
+
+    def _join_masks(self, pieces: Sequence[Inputs], padding: int) -> Tensor | None:
+        """The token mask of the batch, on the host: False for padding; None if the model has no mask."""
+        name = self.model_inputs.mask
+        if name is None or name not in pieces[0]:
+            return None
+        mask = torch.cat([piece[name] for piece in pieces]).bool()
+        return torch.cat([mask, mask[:1].expand(padding, -1)]) if padding else mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiDeviceModel(ModelInfo):
+    """A model on several devices, keyed by their names in the configuration: loaded separately on each.
+
+    Its ModelInfo is that of the first.
+    """
+
+    by_device: Mapping[str, LoadedModel]
+
+    @property
+    def device_name(self) -> str:
+        """The names of all its devices."""
+        return ", ".join(self.by_device)
+
+    @property
+    def hooks(self) -> int:
+        """The number of our hooks on all of them now: 0 when idle."""
+        return sum(model.hooks for model in self.by_device.values())
+
+
+def join_devices(spec: ModelSpec, models: Mapping[str, LoadedModel]) -> MultiDeviceModel:
+    """Join the models loaded for ``spec`` on several devices, by device name; LoadError if they differ.
+
+    A warm plan with graphs on only some devices runs with hooks on all: an answer must not depend on its device.
+    """
+    first = next(iter(models.values()))
+    if len({(each.digest, get_proven_part(each.identity)) for each in models.values()}) > 1:
+        raise LoadError("the model has other weights each time it is built", hint="devices need the same on each")
+    graphs = zip(*(model.compiled for model in models.values()), strict=True)
+    compiled = tuple(plans[0] if all(plan is not None for plan in plans) else None for plans in graphs)
+    known = {each.name: getattr(first, each.name) for each in fields(ModelInfo)}
+    known |= {
+        "spec": replace(spec, dtype=first.spec.dtype),
+        "compiled": compiled,
+        "memory_bytes": sum(each.memory_bytes for each in models.values()),
+    }
+    return MultiDeviceModel(by_device=models, **known)
+
+
+def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:
+    """How many rows a forward may have; InputError if the plan's rows must share one forward and do not fit."""
+    size = 1 if catalog.crosses_rows or plan.runs_alone else max_rows
+    if total > size and not plan.may_split:
+        batch = ', or add "isolated": true, which makes them one batch'
+        crossing = [capture.point for capture in plan.captures if capture.info.crosses_rows]
+        raise InputError(
+            f"a layer asked for mixes its rows, so they must share one forward, which holds {size} here",
+            hint=f"send at most {size} inputs with it" + (batch if catalog.batches and catalog.crosses_rows else ""),
+            points=dict.fromkeys(crossing, f"mixes rows, of which a forward holds {size} here"),
+        )
+    return size

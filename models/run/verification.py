@@ -1,0 +1,102 @@
+"""Check captures: if they replace the layers' outputs in a second forward, the model's output must be the same.
+
+Every layer's output is replaced, so each must also be computed as before: a later one would hide a wrong one.
+
+A non-deterministic model can't be checked, and a model that writes to a layer's output through another variable
+fails: the value that the forward continues with is not the one that left the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.errors import Fault, RequestError, escape
+from layertap.models.plan.plan import Capture, Plan, get_boundary
+from layertap.models.plan.requested import Reduction
+from layertap.models.points import Point
+
+TOLERANCE = 1e-5  # of the largest number of a tensor; equal bits are expected
+MAX_SEARCH = 16  # forwards to find out which layer it was
+TensorsByPoint = Mapping[Point, Tensor]
+# A whole forward with other tensors in place of its own: gives those that they replace, and its output.
+RunWithReplacements = Callable[[TensorsByPoint], TensorsByPoint]
+
+
+def check_possible(plan: Plan, catalog: Catalog) -> None:
+    """RequestError if there is nothing to put back or nothing to compare."""
+    if plan.resolved_interventions or plan.objective is not None:
+        raise not_verified_error("'verify' is not offered beside interventions or gradients", "ask for it without them")
+    if not any(capture.point.site == "output" for capture in plan.captures):
+        raise not_verified_error(
+            "'verify' puts outputs back, and no layer's output is asked for", "ask for one, or leave it out"
+        )
+    if not _list_model_outputs(catalog):
+        raise not_verified_error("this model's output holds no tensor to compare", "leave 'verify' out")
+
+
+def list_extra_captures(plan: Plan, catalog: Catalog) -> frozenset[Capture]:
+    """What a forward must take beside the plan's own captures: each output as it is, and the model's own."""
+    raw = {Capture(each.point, each.info, Reduction()) for each in plan.captures if each.point.site == "output"}
+    return frozenset(raw) | _list_model_outputs(catalog)
+
+
+def check_outputs(plan: Plan, catalog: Catalog, captured: TensorsByPoint, run: RunWithReplacements) -> None:
+    """RequestError if outputs that a forward gave, put back in another, do not give the model's output again.
+
+    ``captured`` holds the extra captures, for all rows.
+    """
+    output = {each.point: captured[each.point] for each in _list_model_outputs(catalog)}
+    points = {each.point for each in plan.captures if each.point.site == "output"}
+    replacements = {
+        point: captured[point] for point in sorted(points, key=lambda point: get_boundary(point, catalog).order)
+    }
+    difference = _compute_difference(output | replacements, run(replacements))
+    if difference is None:
+        return
+    if _compute_difference(output, run({})) is not None:
+        raise not_verified_error(
+            "not verified: this model's output differs from one forward to the next", "leave 'verify' out of it"
+        )
+    for point, value in list(replacements.items())[:MAX_SEARCH]:
+        alone = _compute_difference(output | {point: value}, run({point: value}))
+        if alone is not None:
+            name = escape(point.format_name(f"#{point.call}"))
+            raise not_verified_error(
+                f"not verified: with what left {name} put back in its place a forward differs by {alone:.1e}",
+                "something may write to this output later under another name: ask for a layer after it",
+            )
+    raise not_verified_error(
+        f"not verified: with all layers put back a forward differs by {difference:.1e}", "ask for fewer layers"
+    )
+
+
+def not_verified_error(detail: str, hint: str) -> RequestError:
+    """The error of a request that is not verified."""
+    return RequestError.from_faults([Fault(detail, hint, "/verify")])
+
+
+def _list_model_outputs(catalog: Catalog) -> frozenset[Capture]:
+    return frozenset(
+        Capture(Point(".", 0, info.path, "output"), info, Reduction())
+        for info in catalog.outputs
+        if not info.dtype.startswith("complex")
+    )
+
+
+def _compute_difference(before: TensorsByPoint, after: TensorsByPoint) -> float | None:
+    """The largest difference, None if all is equal within the tolerance."""
+    worst = None
+    for point, value in before.items():
+        other = after[point].to(value.dtype) if point in after else value.new_empty(0)
+        if value.shape != other.shape:
+            return torch.inf
+        if torch.equal(value, other):
+            continue
+        scale = float(value.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if value.is_floating_point() else 0.0
+        if not torch.allclose(value, other, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True):
+            worst = max(worst or 0.0, float((value.double() - other.double()).abs().nan_to_num(torch.inf).amax()))
+    return worst

@@ -1,1 +1,0 @@
-"""Checkpoints on disk, loaded into modules."""

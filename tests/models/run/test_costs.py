@@ -1,0 +1,187 @@
+"""What a forward takes: bytes that are counted by hand, figures that make sense, and nothing that is left changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from layertap.models.catalog.catalog import Costs
+from layertap.models.devices import memory
+from layertap.models.hooks import attach
+from layertap.models.run import costs
+from layertap.models.run.costs import ForwardSeconds, add_reading, locate_history, make_costs
+from layertap.models.run.replica import call_module
+from tests.conftest import Loader, net_spec
+from tests.loading import load_model
+from tests.nets import SlowOnWide, batch
+
+CPU = torch.device("cpu")
+FLOAT = 4  # bytes
+Rows = Mapping[str, Tensor]
+
+
+def peak(module: nn.Module, rows: Rows) -> int:
+    """Bytes of a forward, in the mode in which forwards run."""
+    with torch.no_grad():
+        return memory.measure_peak_bytes(lambda given: module(*given.values()), rows, module, CPU)
+
+
+def ones(*shape: int) -> dict[str, Tensor]:
+    return {"x": torch.ones(shape)}
+
+
+# Bytes, counted by hand
+
+
+class Keeps(nn.Module):
+    """Holds on to every activation until it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = [x]
+        for _ in range(5):
+            seen.append(seen[-1].tanh())
+        return seen[-1]
+
+
+class LetsGo(nn.Module):
+    """The same without holding on to anything."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(5):
+            x = x.tanh()
+        return x
+
+
+# Numbers that a row takes at the worst moment: those of its input, and those of what is alive then.
+BY_HAND: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "ReLU makes another": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), 8 + 8),
+    "in place": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(True), nn.Linear(8, 20)), 8 + 20),
+    "views": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Unflatten(1, (2, 4)), nn.Flatten()), 8),
+    "kept": (Keeps, 5 * 4),
+    "let go": (LetsGo, 2 * 4),
+    "nothing": (nn.Identity, 0),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_peak_by_hand(name: str, rows: int) -> None:
+    """Inputs and whatever is alive at the worst moment, byte for byte; weights and views do not count."""
+    make, alive = BY_HAND[name]
+    assert peak(make().eval(), ones(rows, 4)) == rows * (4 + alive) * FLOAT
+
+
+# Nothing is left changed
+
+
+@pytest.mark.parametrize("name", ["Chain", "Writes", "Keywords", "Recurrent"])
+def test_as_it_was(load_fresh_net: Loader, name: str) -> None:
+    """Weights, buffers, modes, hooks and rows are the same afterwards, also where the model writes to its input."""
+    model = load_fresh_net(name)
+    rows = batch(model.inputs, 1)
+    before = {key: value.clone() for key, value in rows.items()}
+    state = {key: value.clone() for key, value in model.module.state_dict().items()}
+    versions = [parameter._version for parameter in model.module.parameters()]
+    forward = partial(call_module, module=model.module)
+    with torch.no_grad():
+        found = memory.measure_peak_bytes(forward, rows, model.module, CPU)
+    costs.measure_forward(forward, rows, CPU, crosses_rows=model.catalog.crosses_rows, max_threads=2)
+    assert found == model.catalog.costs.row_bytes >= sum(value.nbytes for value in rows.values())
+    assert all(rows[key].equal(value) for key, value in before.items())
+    assert all(value.equal(state[key]) for key, value in model.module.state_dict().items())
+    assert [parameter._version for parameter in model.module.parameters()] == versions
+    assert not any(part.training for part in model.module.modules())
+    assert model.hooks == attach.count_hooks(model.module) == 0
+    assert _get_current_dispatch_mode() is None
+
+
+def test_a_forward_that_fails() -> None:
+    """Its error comes through, and nothing watches operations any more."""
+    before = torch.get_num_threads()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        peak(nn.Linear(4, 4), ones(1, 5))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        costs.measure_forward(
+            lambda rows: nn.Linear(4, 4)(rows["x"]), ones(1, 5), CPU, crosses_rows=False, max_threads=2
+        )
+    assert _get_current_dispatch_mode() is None
+    assert torch.get_num_threads() == before
+
+
+# Figures
+
+
+@pytest.mark.parametrize(("crosses_rows", "per_row"), [(False, 0.0625), (True, 0.125)])
+def test_reading_by_hand(monkeypatch: pytest.MonkeyPatch, crosses_rows: bool, per_row: float) -> None:
+    """Seconds of one row, of each further row and the speedup, from forwards whose times are known."""
+    monkeypatch.setattr(costs, "MIN_THREADED_S", 0.0)
+    monkeypatch.setattr(
+        costs, "_measure_seconds", lambda forward, rows, device: (1 + len(rows["x"])) / 16 / torch.get_num_threads()
+    )
+    reading = costs.measure_forward(lambda rows: None, ones(1, 4), CPU, crosses_rows=crosses_rows, max_threads=2)
+    assert reading == ForwardSeconds(one=0.125, per_row=per_row, speedup=2.0)
+    assert make_costs([ForwardSeconds(0.25, 0.125, costs.MIN_SPEEDUP - 0.01)], 1).speedup == 1.0
+
+
+def test_another_shape(load_fresh_net: Loader) -> None:
+    """A larger input costs more per row, in proportion to what the layers return."""
+    model = load_fresh_net("Chain")
+    larger = model.catalogs.survey(((3, 16, 16),))
+    growth = larger.seconds / model.catalog.seconds
+    assert growth > 2
+    assert larger.costs.per_row == pytest.approx(model.catalog.costs.per_row * growth)
+
+
+def test_shape_that_takes_long() -> None:
+    """A model whose time does not grow as what its layers return costs what it was seen to take."""
+    model = load_model(replace(net_spec("Chain"), source="python:tests.nets:SlowOnWide"))
+    costs = [model.catalogs.survey((shape,)).costs.estimate_seconds(1) for shape in ((3, 9, 8), (3, 8, 9))]
+    assert costs[0] < SlowOnWide.SECONDS <= costs[1]
+
+
+# Costs in catalogs
+
+
+USUAL = ForwardSeconds(one=0.25, per_row=0.125, speedup=1.5)
+DISTURBED = ForwardSeconds(one=4.0, per_row=2.0, speedup=0.5)
+
+
+@pytest.mark.parametrize(
+    "text", ["\xff", "[{}]", '[{"one": -1, "per_row": 1, "speedup": 1}]', "[" * 100_000], ids=lambda text: text[:60]
+)
+def test_history(tmp_path: Path, text: str) -> None:
+    """What is no list of readings counts for nothing, and is put right; then one disturbed load decides nothing."""
+    path = tmp_path / "costs" / "model.json"
+    path.parent.mkdir()
+    path.write_text(text, encoding="latin-1")
+    assert add_reading(path, DISTURBED) == [DISTURBED]
+    add_reading(path, USUAL)
+    readings = add_reading(path, USUAL)
+    assert readings == [DISTURBED, USUAL, USUAL]
+    assert make_costs(readings, 1) == Costs(base=0.125, per_row=0.125, row_bytes=1, speedup=1.5)
+
+
+def test_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder has so many files, and no more; no half of one is left."""
+    monkeypatch.setattr(costs, "MAX_FILES", 3)
+    for number in range(5):
+        add_reading(locate_history(tmp_path, number), USUAL)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 3
+
+
+def test_models(tmp_path: Path) -> None:
+    """A model finds its own readings again, whatever its weights are; another one has others."""
+    spec = net_spec("Chain")
+    for each in (spec, replace(spec, weights="random:1"), net_spec("Tied")):
+        load_model(each, 1, 1, costs_folder=tmp_path)
+    assert sorted(len(json.loads(file.read_bytes())) for file in tmp_path.iterdir()) == [1, 2]
+    load_model(spec, 1, 2, costs_folder=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3

@@ -1,0 +1,228 @@
+"""What a fingerprint depends on, and what it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.loading import identify_model
+from layertap.models.plan.plan import ResolvedIntervention, ResolvedObjective
+from layertap.models.plan.requested import LinearStep, Objective, Operation, Reduction, Selector, TensorData
+from layertap.models.points import Point
+from layertap.models.run.fingerprint import (
+    digest_batch,
+    digest_changes,
+    digest_dimensions,
+    digest_explanation,
+    digest_model,
+    digest_named_architecture,
+    digest_prompt,
+    digest_reply,
+    digest_result,
+    digest_rows,
+    digest_sources,
+    get_proven_part,
+    make_unproven,
+    make_unrepeatable,
+)
+from layertap.models.sources.build import build_model
+from layertap.models.spec import InputSpec, PreprocessSpec
+from tests.conftest import net_spec
+from tests.loading import load_model
+
+MODEL = "0" * 32
+POINT = Point("layer3", 0, (), "output")
+PREPROCESS = PreprocessSpec(resize=32, crop=28)
+INPUTS = (InputSpec("x", (4,)),)
+
+
+def identity(**how: Any) -> str:
+    return load_model(replace(net_spec("Chain"), **how)).identity
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"weights": "random:1"},
+        {"dtype": "bfloat16"},
+        {"inputs": (InputSpec("image", (3, 8, 9)),)},
+        {"preprocess": PreprocessSpec(crop=8)},
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_model(other: dict[str, Any]) -> None:
+    """Other weights, another dtype or other rows make another model."""
+    assert identity(**other) != identity()
+
+
+def test_weights_bit(tmp_path: Path) -> None:
+    """One bit of one weight makes another model; another place of the same file does not."""
+    state = load_model(net_spec("Chain")).module.state_dict()
+    for name in ("a", "b", "changed"):
+        state["conv.bias"].view(torch.int32)[3] ^= name == "changed"
+        save_file(state, tmp_path / f"{name}.safetensors")
+    first, same, changed = (identity(weights=f"{tmp_path}/{name}.safetensors") for name in ("a", "b", "changed"))
+    assert first == same != changed
+
+
+def test_not_model() -> None:
+    """The name, the memory format, the time of loading and the default embedding go in nowhere."""
+    assert identity(name="another", load="lazy", memory_format="channels_last", embedding="conv") == identity()
+
+
+def test_rows() -> None:
+    """Rows of the model's own making leave its part as it is; others make another of it, by whom and by shape."""
+    assert digest_rows(MODEL, "", None) == digest_rows(MODEL, "", [(4,)]) == MODEL
+    digests = [digest_rows(MODEL, whose, shapes) for whose in ("caller", "mixed") for shapes in (None, [(4,)], [(5,)])]
+    assert len({MODEL, *digests}) == 7
+    assert digest_rows(MODEL, "caller", ((3, 4, 4),)) == "a6946d68ca3df4fdf19a261d5dee2529"
+
+
+def test_preprocess() -> None:
+    """Each step of preprocessing counts; with it, the input's own name does not."""
+    changes: dict[str, dict[str, Any]] = {
+        "resize": {"resize": 33},
+        "crop": {"crop": None},
+        "mean": {"mean": (0.5, 0.5, 0.5)},
+        "std": {"std": (0.5, 0.5, 0.5)},
+        "interpolation": {"interpolation": "bicubic"},
+        "channels": {"channels": "bgr"},
+        "letterbox": {"letterbox": (0, 0, 0), "crop": None},
+        "background": {"background": (0, 0, 0)},
+        "scale": {"scale": (0.0, 255.0), "mean": (0.0,) * 3, "std": (1.0,) * 3},
+        "crop_rounding": {"crop_rounding": "floor"},
+    }
+    assert changes.keys() == {field.name for field in fields(PreprocessSpec)}
+    specs = [PREPROCESS, None, *(replace(PREPROCESS, **change) for change in changes.values())]
+    digests = [digest_model("w", "s", "float32", spec, INPUTS) for spec in specs]
+    assert len(set(digests)) == len(digests)
+    assert digest_model("w", "s", "float32", PREPROCESS, (InputSpec("y", (4,)),)) == digests[0]
+
+
+def grow(module: nn.Module) -> None:
+    """Change what a library may change tomorrow and compute the same: attributes, what is printed, tensors it makes."""
+    part = next(part for part in module.modules() if isinstance(part, nn.Linear))
+    part.tomorrow = 3
+    part.extra_repr = lambda: "printed otherwise"
+    part.register_buffer("table", torch.ones(2), persistent=False)
+    module.add_module("unused", nn.Identity())
+
+
+@pytest.mark.parametrize(("source", "lasts"), [("timm:test_resnet", True), ("python:tests.nets:Chain", False)])
+def test_a_library_that_grows(source: str, lasts: bool) -> None:
+    """A library's name stands for the structure, which may be written otherwise; of own code all of it counts."""
+    spec = replace(net_spec("Chain"), source=source, inputs=None if lasts else net_spec("Chain").inputs)
+    built = build_model(spec)
+    before = identify_model(built, spec)
+    if not lasts:
+        built.module.add_module("linear", nn.Linear(1, 1))
+    grow(built.module)
+    assert (identify_model(built, spec) == before) is lasts
+
+
+POINTS: dict[str, Any] = {"layer": "layer2", "call": 1, "path": ("0",), "site": "input", "function": "add#0"}
+REDUCTIONS: dict[str, Any] = {
+    "project": (LinearStep(bias=TensorData((1,), b"\0" * 4)),),
+    "channels": (0, 1),
+    "tokens": (0, 1),
+    "heads": (0, 1),
+    "queries": (0, 1),
+    "keys": (0, 1),
+    "stats": ("mean", "std"),
+    "by": "channel",
+    "over": "inputs",
+    "edges": (0.0, 1.0),
+    "metric": Objective("sum"),
+    "pool": "mean",
+    "normalize": True,
+    "dtype": "float16",
+}
+
+
+def test_result() -> None:
+    """Everything about a result counts: model, layer, call, path, site, narrowing, statistics, pool, dtype."""
+    assert POINTS.keys() == {field.name for field in fields(Point)}
+    assert REDUCTIONS.keys() == {field.name for field in fields(Reduction)}
+    plain = Reduction()
+    digests = [
+        digest_result(MODEL, POINT, plain),
+        digest_result("1" * 32, POINT, plain),
+        *(digest_result(MODEL, replace(POINT, **{name: value}), plain) for name, value in POINTS.items()),
+        *(digest_result(MODEL, POINT, replace(plain, **{name: value})) for name, value in REDUCTIONS.items()),
+        digest_result(MODEL, POINT, Reduction(channels=(1, 0))),
+        digest_result(MODEL, POINT, Reduction(tokens=(1, 0))),
+        digest_result(MODEL, POINT, Reduction(stats=("std", "mean"))),
+        digest_result(MODEL, replace(POINT, path=("0", "1")), plain),
+        digest_result(MODEL, replace(POINT, path=("01",)), plain),
+    ]
+    assert len(set(digests)) == len(digests)
+
+
+def test_digests_stay() -> None:
+    """Digests are what they were: vectors of an index are compared with those of a later version."""
+    assert digest_model(MODEL, MODEL, net_spec("Chain").precision, None, INPUTS) == "600bda1f6d6d74a38ba8ff16c7b90192"
+    gradient = replace(POINT, site="grad_output")
+    info = TensorInfo((), (1, 3), "float32", layout="NC")
+    goal = ResolvedObjective(POINT, info, Objective("layer", selector=Selector("a", "a"), channel=1))
+    how = Reduction(channels=(1,), tokens=(2,), pool="mean", normalize=True, dtype="float16")
+    assert digest_model("w", "s", "float32", PREPROCESS, INPUTS) == "b0ad4e7c4c632444889eb2162adc51b4"
+    assert digest_model("w", "s", "float32", PREPROCESS, INPUTS, decode="fast") == "5e583c569a1041ae3636550fcca2cbbb"
+    assert digest_model("w", "s", "float32", PREPROCESS, INPUTS, decode="device") == "e69fc08ad8d14117caa076f2d4e095c6"
+    assert digest_model("w", "s", "float32", None, INPUTS) == "2bd8b126866588cc028b4d8d5f2d6c3e"
+    assert digest_named_architecture("torchvision:resnet18") == "f8dd4447889ecb97996149727f93e1f7"
+    assert (
+        digest_named_architecture("torchvision:resnet18", '{"num_classes": 10}') == "4bc10851af509c16c556fa5096a28472"
+    )
+    assert digest_result(MODEL, POINT, Reduction()) == "4b805c58e0ed55eb74bebc3f2905c057"
+    function = replace(POINT, layer="mixer", function="add#0")
+    assert digest_result("m", function, Reduction(pool="mean")) == "af202912e4a124357895af20fd71c773"
+    assert digest_result(MODEL, POINT, how) == "6029b255c35bc40b96589b7e2e03ca1b"
+    assert digest_explanation("gradient_rollout", ["b", "a"]) == "14decdc0229aa00c3736c3a95be8e71d"
+    assert digest_result(MODEL, gradient, Reduction(), digest_changes([goal])) == "75bf149039a37bc79f5dac2d39ce75c6"
+    change = ResolvedIntervention(POINT, info, Operation("zero", channels=(1,)))
+    assert digest_changes([change]) == "e17ff850b496d8ea69c55cb610fe5965"
+
+
+def test_reply() -> None:
+    """A reply's fingerprint is that of its only result, or of the set of them in any order."""
+    assert digest_reply(["a"]) == digest_reply(["a", "a"]) == "a"
+    assert digest_reply(["a", "b"]) == digest_reply(["b", "a"]) == digest_reply(["b", "a", "b"])
+    assert len({digest_reply(each) for each in (["a"], ["a", "b"], ["a", "c"], ["a", "b", "c"])}) == 4
+
+
+@pytest.mark.parametrize("make", [lambda: make_unproven(MODEL), make_unrepeatable])
+def test_what_is_made_of_doubtful_ones(make: Callable[[], str]) -> None:
+    """What a fingerprint is digested into is unproven or unrepeatable too, and another one each time."""
+    pairs = [
+        (
+            digest_rows(each, "caller", None),
+            digest_rows(each, "", None, "text"),
+            digest_prompt(each, "query"),
+            digest_result(each, POINT, Reduction()),
+            digest_explanation("occlusion", ["a", each]),
+            digest_sources(each, ["change"]),
+            digest_dimensions(each, 8),
+            digest_batch(each),
+            digest_reply(["a", each]),
+        )
+        for each in (make(), make())
+    ]
+    prefix = make().partition("-")[0]
+    assert all(each.startswith(f"{prefix}-") for pair in pairs for each in pair)
+    assert all(one != other for one, other in zip(*pairs, strict=True))
+
+
+def test_proven_part() -> None:
+    """Two loads of an unproven model have the part in common that was read; of others it is all."""
+    one, two = make_unproven(MODEL), make_unproven(MODEL)
+    assert one != two
+    assert get_proven_part(one) == get_proven_part(two) != get_proven_part(make_unproven("1" * 32))
+    assert get_proven_part(MODEL) == MODEL
