@@ -51,11 +51,11 @@ class ProcessExecutor(Executor):
         return running.result
 
     async def call(self, function: ModelFunction, seconds: float) -> CallOutcome:
-        """Call the function in a worker, which is killed to end it."""
+        """Call the function in a worker of its own; batches go to the others meanwhile."""
         deaths = 0
         while True:
             try:
-                outcome: CallOutcome = await self.workers.ask(("call", function), seconds)
+                outcome: CallOutcome = await self.workers.ask_apart(("call", function), seconds)
             except ModelLostError:
                 if self.workers.lost.is_set():
                     raise

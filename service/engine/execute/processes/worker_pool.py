@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -41,6 +41,12 @@ def find_reason(status: int | None) -> RestartReason:
     return SIGNALS.get(-status, "crash") if status < 0 else "exit"
 
 
+def no_worker_error(name: str, error: Exception) -> UnavailableError:
+    """The error for what waits for a worker of a model, after this error when it was started."""
+    detail = error.detail if isinstance(error, LoadError) else f"no worker of model {name} can be started"
+    return UnavailableError(detail, retry_after=RETRY_SECONDS)
+
+
 class WorkerPool:
     """The workers that ``host`` has started. For the event loop only, except its creation.
 
@@ -56,6 +62,7 @@ class WorkerPool:
         self._workers: list[WorkerProcess] = []
         self._idle: list[WorkerProcess] = []  # the most recently used comes last, and is taken first
         self._waiting: deque[PendingMessage] = deque()  # for the next worker that is free
+        self._apart: set[WorkerProcess] = set()  # workers that answer a single message
         self._rows_wait = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -79,15 +86,11 @@ class WorkerPool:
         """An idle worker, to be asked now."""
         worker = self._idle.pop()
         self.idle[CPU] = len(self._idle)
-        if self._timer is None:
-            self._end_late()
+        self._watch_deadlines()
         return worker
 
     async def ask(self, message: ToWorker, seconds: float) -> Any:
-        """The answer of the next idle worker; errors of ``PendingMessage``.
-
-        The worker is ended after so many seconds, or if this is cancelled; what is cancelled before is never sent.
-        """
+        """The answer of the next idle worker, which is ended after so many seconds; errors of ``PendingMessage``."""
         pending = PendingMessage(message, seconds)
         if self.lost.is_set():
             raise ModelLostError
@@ -95,12 +98,13 @@ class WorkerPool:
             self.take().ask(pending)
         else:
             self._waiting.append(pending)
-        try:
-            return await pending.result
-        except asyncio.CancelledError:
-            for worker in list(self._workers):
-                worker.abandon(pending)
-            raise
+        return await pending.result
+
+    async def ask_apart(self, message: ToWorker, seconds: float) -> Any:
+        """As ``ask``, by a worker that is started for this message; it is ended too if this is cancelled."""
+        pending = PendingMessage(message, seconds)
+        self._keep(self._answer_apart(pending))
+        return await pending.result
 
     async def restart(self) -> None:
         """Load the model again, and start its workers; LoadError."""
@@ -113,13 +117,49 @@ class WorkerPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await run_in_new_thread(f"end-{self.host.name}", self.host.close)
 
+    async def _answer_apart(self, pending: PendingMessage) -> None:
+        """Settle a message by a worker of its own, and end that once it has answered, or its caller has gone."""
+        name, host, lost = self.host.name, self.host, self.lost
+        try:
+            worker = await run_in_new_thread(f"start-{name}", host.start_worker)
+        except Exception as error:
+            is_lost = lost.is_set() or host.has_ended
+            pending.settle(ModelLostError() if is_lost else no_worker_error(name, error))
+            return
+        ended: asyncio.Future[tuple[Ended, Any]] = asyncio.get_running_loop().create_future()
+        if lost.is_set():
+            worker.channel.close()
+            pending.settle(ModelLostError())
+            return
+        worker.start(lambda worker, why, pending, outcome: ended.done() or ended.set_result((why, outcome)))
+        self._apart.add(worker)
+        self._watch_deadlines()
+        worker.ask(pending)
+        await asyncio.wait([ended, pending.result], return_when=asyncio.FIRST_COMPLETED)
+        if worker in self._apart:  # else the host was lost
+            self._apart.remove(worker)
+            worker.close()
+        why, outcome = ended.result() if ended.done() else ("", None)
+        if why != "unknown":
+            pending.settle(outcome)
+        status = None
+        with suppress(RuntimeError):  # no thread can be started; the host ends it in the end
+            status = await run_in_new_thread(f"end-{name}", partial(host.end_worker, worker.pid))
+        if why == "unknown":
+            pending.settle(self._find_cause(outcome, status))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine to its end, before the pool is closed."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _add(self, worker: WorkerProcess) -> None:
         """Give a worker the next message that waits, or make it idle."""
         while self._waiting:
             pending = self._waiting.popleft()
             if not pending.result.done():  # its caller has not gone
-                if self._timer is None:
-                    self._end_late()
+                self._watch_deadlines()
                 worker.ask(pending)
                 return
         self._idle.append(worker)
@@ -142,16 +182,19 @@ class WorkerPool:
                 self._idle.remove(worker)
                 self.idle[CPU] = len(self._idle)
             worker.close()
-            task = asyncio.get_running_loop().create_task(self._replace(worker.pid, ended, settle, outcome, self.lost))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._keep(self._replace(worker.pid, ended, settle, outcome, self.lost))
+
+    def _watch_deadlines(self) -> None:
+        """A worker is about to get a message."""
+        if self._timer is None:
+            self._end_late()
 
     def _end_late(self) -> None:
         """End the workers whose messages are late, now and every second until all workers are idle."""
-        for worker in list(self._workers):
+        for worker in [*self._workers, *self._apart]:
             worker.expire()
         self._oom_kills = self._oom_kills[1], count_oom_kills()
-        is_busy = len(self._idle) < len(self._workers)
+        is_busy = len(self._idle) < len(self._workers) + len(self._apart)
         self._timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._end_late) if is_busy else None
 
     async def _replace(
@@ -169,22 +212,21 @@ class WorkerPool:
             if ended == "unknown":
                 ended = find_reason(status)
                 settle(self._find_cause(outcome, status))
-        fields = {"model": name, "pid": pid, "reason": ended, "status": status}
-        level = logging.INFO if ended == "abandoned" else logging.WARNING
-        log.log(level, "a worker is replaced", extra={"fields": fields})
+        log.warning(
+            "a worker is replaced", extra={"fields": {"model": name, "pid": pid, "reason": ended, "status": status}}
+        )
         host.on_restart(name, ended)
         while not lost.is_set():
             try:
                 worker = await run_in_new_thread(f"start-{name}", host.start_worker)
             except Exception as error:
-                detail = error.detail if isinstance(error, LoadError) else f"no worker of model {name} can be started"
                 log.warning("no worker can be started", exc_info=error, extra={"fields": {"model": name}})
                 if lost.is_set():
                     return
                 if host.has_ended:
                     self._bury_host()
                 elif not self._workers:
-                    self._refuse(partial(UnavailableError, detail, retry_after=RETRY_SECONDS))
+                    self._refuse(partial(no_worker_error, name, error))
                 with suppress(TimeoutError):
                     await asyncio.wait_for(lost.wait(), RETRY_SECONDS)
             else:
@@ -213,7 +255,7 @@ class WorkerPool:
         asyncio.get_running_loop().call_soon(self._use_new)
 
     def _use_new(self) -> None:
-        """Let batches take new workers before other messages, for some of which a worker is ended each time."""
+        """Let batches take new workers before other messages."""
         self._on_idle()
         while self._idle and self._waiting:
             self._add(self.take())
@@ -232,7 +274,7 @@ class WorkerPool:
         self.lost.set()
         self._idle.clear()
         self.idle[CPU] = 0
-        workers, self._workers = self._workers, []
+        workers, self._workers, self._apart = [*self._workers, *self._apart], [], set()
         for worker in workers:
             worker.close()
         self._refuse(ModelLostError)

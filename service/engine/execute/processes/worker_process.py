@@ -124,11 +124,6 @@ class WorkerProcess:
         if self._pending is not None and self._pending.deadline + GRACE_SECONDS <= time.monotonic():
             self._finish(self._describe_death("timeout"), "timeout")
 
-    def abandon(self, pending: PendingMessage) -> None:
-        """End it if it has this message, for whose answer nobody waits any more."""
-        if self._pending is pending:
-            self._finish(ModelLostError(), "abandoned")
-
     def close(self) -> None:
         """Hang up on the process; the message that it has, if any, gets a ModelLostError."""
         self._loop.remove_reader(self.channel.connection)

@@ -215,18 +215,18 @@ def build_wide_request(live: Live, width: int) -> httpx.Request:
     return live.client.build_request("POST", "/extract", **query)
 
 
-def test_survey_that_nobody_waits_for(fatal: Live) -> None:
-    """It is ended with its worker, which is replaced: however many were asked for, its model and others answer."""
-    before = list_pids(fatal, "hangs")
+def test_survey_has_a_process_of_its_own(fatal: Live) -> None:
+    """Every worker of its model answers meanwhile; once nobody waits for it, it is ended, and no worker is replaced."""
+    assert fatal.client.send(build_wide_request(fatal, 2)).status_code == 200
+    before = set(list_pids(fatal, "hangs"))
     for width in range(3, 6):
         with connect(fatal) as connection:
             connection.sendall(encode_request(build_wide_request(fatal, width)))
-            wait_until(lambda: fatal.engine.take_snapshot()["model_busy_replicas"]["hangs"] == 1)
-            assert send_row(fatal, 1.0).status_code == 200
-        wait_until(lambda: fatal.engine.take_snapshot()["model_busy_replicas"]["hangs"] == 0)
-    assert fatal.client.send(build_wide_request(fatal, 2)).status_code == 200
-    assert read_restarts(fatal, "hangs") == {"abandoned": 3}
-    assert list_pids(fatal, "hangs") != before
+            wait_until(lambda: len(list_pids(fatal, "hangs")) == len(before) + 1)
+            replies = [fatal.client.send(build_wide_request(fatal, 2)) for _ in before]
+            assert [reply.status_code for reply in replies] == [200] * len(before)
+        wait_until(lambda: set(list_pids(fatal, "hangs")) == before)
+    assert not read_restarts(fatal, "hangs")
 
 
 def read_restarts(live: Live, model: str) -> dict[str, float]:
