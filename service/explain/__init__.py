@@ -1,1 +1,1 @@
-"""Explanations and probes: requests to the engine, and results computed from its features."""
+"""Explanations, probes and sweeps: requests to the engine, and results computed from its features."""

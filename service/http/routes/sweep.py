@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from layertap.models.errors import LayertapError
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.request import ExtractRequest
+from layertap.service.explain import sweeping
 from layertap.service.features import Features
 from layertap.service.formats import json
 from layertap.service.formats.buffers import Buffers
@@ -27,7 +28,6 @@ from layertap.service.http.reply import encode_response
 from layertap.service.schemas.bodies import SweepBody
 from layertap.service.schemas.examples import SWEEP
 from layertap.service.schemas.replies import FeaturesReply
-from layertap.service.sweep import sweeping
 
 parse_sweep = partial(parse_request, kind=SweepBody)
 EVENTS = "text/event-stream"

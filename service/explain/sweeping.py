@@ -35,10 +35,10 @@ from layertap.service.engine.prepare.planner import find_model, needs_functions
 from layertap.service.engine.prepare.sources import count_taken_bytes, fill_tensors, prepare_sources
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import NotAcceptableError
+from layertap.service.explain.sweep_places import METRIC, Place, PlaceFinder, SweptInput, freeze_noise
 from layertap.service.features import Array, Features, Receipt, TopEffect
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.settings import Settings
-from layertap.service.sweep.places import METRIC, Place, PlaceFinder, SweptInput, freeze_noise
 
 CHUNK_S = 0.25  # duration of the rows that are queued together, unless CHUNK_ROWS take longer
 CHUNK_BYTES = 2**26  # of the inputs of rows that are queued together

@@ -1,1 +1,0 @@
-"""Sweeps: one edit, tried at each place and index, each time on a row of its own."""
