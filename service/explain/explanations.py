@@ -107,8 +107,8 @@ def _plan_work(
     model = find_model(handle, sent)
     changed = map_requests.list_changed_rows(list_maps(request, explanation), sent, model)
     seconds = sum(each.estimate_seconds(model) for each in changed)
-    smaller = map_requests.name_savings(sent, explanation, model)
-    return PlannedWork(control, handle, sum(each.count for each in changed), seconds, smaller)
+    hint = map_requests.name_savings(sent, explanation, model)
+    return PlannedWork(control, handle, sum(each.count for each in changed), seconds, hint)
 
 
 def _get_explanation(request: ExtractRequest) -> Explanation:

@@ -23,15 +23,11 @@ SMALL = 2**16  # bytes that are copied in less time than another call of the sys
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """A request's options for the reply; each format uses its own.
+    """A request's options for the reply; each format uses its own."""
 
-    ``encoding`` is for JSON, ``tiles`` (of each result) and ``sent`` for pictures. ``sent``: the picture of each row,
-    None for a row that was sent as an array; empty if unknown.
-    """
-
-    encoding: Encoding = "list"
-    tiles: int = TILES
-    sent: Sequence[SentPicture | None] = ()
+    encoding: Encoding = "list"  # of JSON
+    tiles: int = TILES  # of each result in a picture
+    sent_pictures: Sequence[SentPicture | None] = ()  # of each row, None for an array; empty if unknown
 
 
 def view_bytes(array: Array) -> memoryview:

@@ -35,7 +35,7 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
         for key, array in features.arrays.items()
     ]
     check_sheet(infos, options.tiles)
-    originals = _decode(dict(zip(places, options.sent, strict=False))) if shows_originals(infos) else {}
+    originals = _decode(dict(zip(places, options.sent_pictures, strict=False))) if shows_originals(infos) else {}
     stream = BytesIO()
     draw_sheet(infos, features.arrays, options.tiles, originals).save(stream, "PNG", compress_level=COMPRESS_LEVEL)
     return [stream.getvalue()]
@@ -57,7 +57,7 @@ def _describe(key: str, receipt: Receipt, shape: Shape, places: tuple[int, ...])
         columns=receipt.stats,
         channels=receipt.channels,
         captions=_list_captions(receipt),
-        places=places,
+        input_indexes=places,
         grid_size=receipt.grid_size,
         method=receipt.method,
     )

@@ -41,7 +41,9 @@ async def encode_response(
     """Features as a reply, in the format that was asked for."""
     options = request.reply
     if options.format.is_picture:
-        options = replace(options, sent=list_originals(request, sent, features, ticket, engine.settings.max_pixels))
+        options = replace(
+            options, sent_pictures=list_originals(request, sent, features, ticket, engine.settings.max_pixels)
+        )
     encode = partial(options.format.encode, features, options)
     buffers = await run_encoder(encode, features, engine, ticket, in_thread=options.format.is_picture)
     return BuffersResponse(buffers, describe_features(features), options.format.media_type)

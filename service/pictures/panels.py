@@ -25,29 +25,22 @@ GRADIENTS = frozenset({"grad_output", "grad_input", "attention_grad"})
 
 @dataclass(frozen=True, kw_only=True)
 class ResultInfo:
-    """The properties that determine a result's drawing; ``row_axis`` is the axis of rows in ``shape``, or None.
-
-    ``prefix_tokens``: the number before the patches of tokens or attention; ``grid_size``: the rows and columns of
-    patches, if the model says. ``whole``: no tokens, queries, keys or heads were selected, and nothing is pooled.
-    ``columns``: the names of statistics; ``channels``: the numbers of channels; ``captions``: a text for each row;
-    ``places``: the inputs' indexes in the request; each input may have several rows, such as windows. ``method``: the
-    result is an explanation's map.
-    """
+    """The properties that determine a result's drawing."""
 
     name: str
     module: str
     site: str
     shape: Shape
-    row_axis: int | None = 0
+    row_axis: int | None = 0  # of ``shape``; None: there are no rows
     layout: str | None = None
-    prefix_tokens: int = 0
-    whole: bool = True
-    columns: tuple[str, ...] | None = None
+    prefix_tokens: int = 0  # before the patches of tokens or attention
+    whole: bool = True  # nothing is selected, nothing is pooled
+    columns: tuple[str, ...] | None = None  # of statistics
     channels: tuple[int, ...] | None = None
-    captions: tuple[str, ...] = ()
-    places: tuple[int, ...] = ()
-    grid_size: Grid | None = None
-    method: str = ""
+    captions: tuple[str, ...] = ()  # of each row
+    input_indexes: tuple[int, ...] = ()  # in the request; an input may have several rows, such as windows
+    grid_size: Grid | None = None  # rows and columns of patches
+    method: str = ""  # of the explanation whose map it is
 
     @property
     def rows(self) -> int:
@@ -67,11 +60,11 @@ class ResultInfo:
     @property
     def parts(self) -> int:
         """The number of rows for each input."""
-        return max(self.rows // len(self.places), 1) if self.places else 1
+        return max(self.rows // len(self.input_indexes), 1) if self.input_indexes else 1
 
     def find_place(self, row: int) -> int:
         """The index in the request of a row's input."""
-        return self.places[row // self.parts] if row // self.parts < len(self.places) else row
+        return self.input_indexes[row // self.parts] if row // self.parts < len(self.input_indexes) else row
 
     def name_row(self, row: int) -> str:
         """The input of a row, and its part of the input; empty if there is only one row."""

@@ -101,7 +101,7 @@ def _make_sections(infos: Infos, tiles: int, originals: Originals | None) -> lis
     """
     groups: dict[object, list[ResultInfo]] = {}
     for info in infos:
-        key = (info.rows, info.places) if find_kind(info).drawing == "maps" else info.name
+        key = (info.rows, info.input_indexes) if find_kind(info).drawing == "maps" else info.name
         groups.setdefault(key, []).append(info)
     return [SECTIONS[find_kind(group[0]).drawing](group, tiles, originals) for group in groups.values()]
 

@@ -23,7 +23,7 @@ TURNS = 2  # works that run on a device at a time: one prepares rows while the o
 
 @dataclass(eq=False)
 class PlannedWork:
-    """Changed inputs that a request queues a few at a time; ``smaller`` is a hint how to need fewer.
+    """Changed inputs that a request queues a few at a time; ``hint`` says how to need fewer.
 
     ``seconds``: estimate for all forwards on one thread, by the load-time measurement. ``found``: rows known to be
     needed; ``done``: rows answered. ``begun``: it has had its first turn or waits for it.
@@ -33,7 +33,7 @@ class PlannedWork:
     handle: ModelHandle
     rows: int
     seconds: float
-    smaller: str
+    hint: str
     found: int = 0
     done: int = 0
     begun: bool = False
@@ -76,12 +76,12 @@ class PlannedWork:
         if wait:
             if WAIT_MARGIN * (seconds + wait) > left:
                 taken = f"about {seconds:.1f} s, and what runs already {wait:.1f} s"
-                hint = f"come again later, or run fewer changed inputs: {self.smaller}"
+                hint = f"come again later, or run fewer changed inputs: {self.hint}"
                 self._refuse(taken, hint, wait, seconds + wait)
             return
         alone = self.handle.pace.estimate_least_seconds(self.seconds)
         if alone / LENIENCY > left:
-            hint = f"run at most {max(int(self.rows * left / alone), 1)} changed inputs: {self.smaller}"
+            hint = f"run at most {max(int(self.rows * left / alone), 1)} changed inputs: {self.hint}"
             if alone > self.control.settings.deadline_s:
                 hint += ", or raise LAYERTAP_DEADLINE_S"
             self._refuse(f"about {alone:.1f} s", hint, alone, alone)
@@ -103,10 +103,10 @@ class PlannedWork:
         return [each for each in self.control.works if each is not self and each.handle.shares_device(self.handle)]
 
 
-def check_changed_inputs(count: int, rows: int, settings: Settings, smaller: str) -> None:
-    """TooLargeError if there are more changed inputs than allowed; ``smaller`` is a hint how to need fewer."""
+def check_changed_inputs(count: int, rows: int, settings: Settings, hint: str) -> None:
+    """TooLargeError if there are more changed inputs than allowed; ``hint`` says how to need fewer."""
     limit = settings.max_changed_inputs
     if count > limit:
         most = rows * limit // count
         detail = f"the request would run the model on {count} changed inputs, the limit is {limit}"
-        raise TooLargeError(detail, hint=(f"send at most {most} inputs at once, or " if most else "") + smaller)
+        raise TooLargeError(detail, hint=(f"send at most {most} inputs at once, or " if most else "") + hint)

@@ -99,7 +99,7 @@ class ModelHandle:
         self._surveys = Surveys()
         self._failures: list[LastingFailure] = []  # since it was first loaded, also while its decoding host is reloaded
         self._lasting_error: LoadError | None = None  # because of them
-        self._life: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._live())
+        self._life: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._run_lifecycle())
 
     @property
     def seconds_to_load(self) -> float:
@@ -224,7 +224,7 @@ class ModelHandle:
         self._forget_requests()  # they refer to this handle
         self._set("gone")
 
-    async def _live(self) -> None:
+    async def _run_lifecycle(self) -> None:
         """Keep the model loaded; an error of this class fails it, too, so that nobody waits for ever."""
         try:
             await self._keep_loaded()

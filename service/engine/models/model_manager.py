@@ -238,7 +238,7 @@ class ModelManager:
         if error is not None or self.draining:
             await self._stop(handle, 0.0 if error is None else None)
             raise error or ending_error()
-        self._let_go(handle.name)
+        self._unload_when_released(handle.name)
         self.registry.put_entry(entry)
         self.handles[handle.name] = handle
 
@@ -247,14 +247,14 @@ class ModelManager:
 
         The old handle of the name finishes its requests and is unloaded.
         """
-        self._let_go(entry.spec.name)
+        self._unload_when_released(entry.spec.name)
         self.registry.put_entry(entry)
         return self._start(entry) if entry.spec.load == "startup" and not self.draining else None
 
     def remove_entry(self, name: str) -> None:
         """Remove a model: new requests don't find it, its own are answered."""
         self.registry.remove_entry(name)
-        self._let_go(name)
+        self._unload_when_released(name)
 
     # Which models stay
 
@@ -335,7 +335,7 @@ class ModelManager:
             log.error("a task beside requests failed", exc_info=error)
             self._metrics.count("task_failures_total", "once")
 
-    def _let_go(self, name: str) -> None:
+    def _unload_when_released(self, name: str) -> None:
         """Let the handle of a name answer only the requests that hold it, and unload it then."""
         if (handle := self.handles.pop(name, None)) is not None:
             handle.answers = "held"

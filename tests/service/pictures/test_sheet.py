@@ -188,7 +188,7 @@ def test_names_are_text() -> None:
 )
 def test_names_of_rows(rows: int, places: tuple[int, ...], names: list[str]) -> None:
     """Rows are named by the places of their inputs in the request; windows of one input by their numbers too."""
-    one = info(np.zeros((rows, 2)), places=places)
+    one = info(np.zeros((rows, 2)), input_indexes=places)
     assert [one.name_row(row) for row in range(rows)] == names
 
 
