@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from layertap.models.errors import escape
@@ -81,6 +81,11 @@ class Point:
     def format_name(self, call: str = "") -> str:
         """Layer, function and path; ``call`` is the text of the layer's call."""
         return f"{self.layer}{call}{'/' if self.function else ''}{self.function}{format_path(self.path)}"
+
+    @property
+    def side(self) -> Point:
+        """The side of the call that it is at: a point without path."""
+        return replace(self, path=())
 
     @property
     def escaped_text(self) -> str:

@@ -14,32 +14,33 @@ PLACES = {2: "HW", 3: "THW"}
 MOST = 5  # axes of a tensor of which positions have names: more have those of windows, or of parts of channels
 
 
-class Role:
-    """What is known of axes that are of one kind: of the operands of a sum, of a map before and after a convolution.
+class Axis:
+    """An axis of one size, and what is known of its kind: all axes that were joined.
 
-    ``merges``: the roles that it was merged of, outermost first. ``wholes``: what it was split from, at which index
-    into how many.
+    The operands of a sum have axes of one kind, and so has a map before and after a convolution.
     """
 
-    __slots__ = ("_same", "evidence", "merges", "wholes")
+    __slots__ = ("_same", "evidence", "merges", "parts", "size", "wholes")
 
-    def __init__(self, evidence: str = "") -> None:
+    def __init__(self, size: int, evidence: str = "", parts: Axes = ()) -> None:
+        self.size = size
+        self.parts = parts  # those that it was merged of, outermost first
         self.evidence = set(evidence)
-        self.merges: list[tuple[Role, ...]] = []
-        self.wholes: list[tuple[Role, int, int]] = []
-        self._same: Role | None = None
+        self.merges: list[Axes] = []  # what its kind was merged of, outermost first
+        self.wholes: list[tuple[Axis, int, int]] = []  # what it was split from, at which index into how many
+        self._same: Axis | None = None
 
-    def find(self) -> Role:
-        """The one that stands for all that were joined with it."""
-        role = self
-        while role._same is not None:
-            role = role._same
-        if role is not self:
-            self._same = role
-        return role
+    def find(self) -> Axis:
+        """The one that stands for all of its kind: ``evidence``, ``merges`` and ``wholes`` are kept there."""
+        axis = self
+        while axis._same is not None:
+            axis = axis._same
+        if axis is not self:
+            self._same = axis
+        return axis
 
-    def join(self, other: Role) -> None:
-        """Both are one from now on."""
+    def join(self, other: Axis) -> None:
+        """Both are of one kind from now on."""
         one, other = self.find(), other.find()
         if one is not other:
             one.evidence |= other.evidence
@@ -47,69 +48,61 @@ class Role:
             one.wholes += other.wholes
             other._same = one
 
-    def get_kind(self, asked: set[Role] | None = None) -> str:
+    def get_kind(self, asked: set[Axis] | None = None) -> str:
         """C or P, c or p where there is no proof, "part" of channels; empty if unknown, cp if it may be either."""
-        role, asked = self.find(), asked if asked is not None else set()
-        if role in asked:
+        axis, asked = self.find(), asked if asked is not None else set()
+        if axis in asked:
             return ""
-        asked.add(role)
-        found = role.evidence
-        if strong := found & {"C", "P"}:
+        asked.add(axis)
+        if strong := axis.evidence & {"C", "P"}:
             return strong.pop() if len(strong) == 1 else ""
-        for parts in role.merges:
+        for parts in axis.merges:
             kinds = {part.get_kind(asked) for part in parts}
             if kinds <= {"P", "p"}:
                 return "P" if kinds == {"P"} else "p"
             if kinds <= {"C", "c", "part"}:
                 return "C"
-        wholes = {whole.get_kind(asked) for whole, _, _ in role.wholes}
+        wholes = {whole.get_kind(asked) for whole, _, _ in axis.wholes}
         if wholes & {"P", "p"}:
             return "P" if "P" in wholes else "p"
-        weak = "".join(sorted(found & {"c", "p"}))
+        weak = "".join(sorted(axis.evidence & {"c", "p"}))
         if wholes & {"C", "c", "part"} and "c" not in weak:
             return "part"
         return weak
 
-    def get_places(self, asked: set[Role] | None = None) -> set[str]:
+    def get_places(self, asked: set[Axis] | None = None) -> set[str]:
         """Which of H, W and T it may be, as far as it is known."""
-        role, asked = self.find(), asked if asked is not None else set()
-        if role in asked:
+        axis, asked = self.find(), asked if asked is not None else set()
+        if axis in asked:
             return set()
-        asked.add(role)
-        places = role.evidence & set("HWT")
-        for whole, index, count in () if places else role.wholes:
+        asked.add(axis)
+        places = axis.evidence & set("HWT")
+        for whole, index, count in () if places else axis.wholes:
             merges = [parts for parts in whole.find().merges if len(parts) == count]
             for source in [parts[index] for parts in merges] or [whole]:
                 places |= source.get_places(asked)
         return places
 
-
-class Axis:
-    """An axis of one size; ``parts`` are those that it was merged of, outermost first."""
-
-    __slots__ = ("parts", "role", "size")
-
-    def __init__(self, size: int, role: Role | None = None, parts: tuple[Axis, ...] = ()) -> None:
-        self.size = size
-        self.role = role or Role()
-        self.parts = parts
-
     def note(self, evidence: str) -> None:
         """An operation worked along it; of positions that were merged it worked along each."""
-        self.role.find().evidence |= set(evidence)
+        self.find().evidence |= set(evidence)
         for part in self.parts if evidence in "pP" else ():
             part.note(evidence)
 
     def resize(self, size: int) -> Axis:
         """The axis of another tensor that is of the same kind."""
-        return self if size == self.size else Axis(size, self.role)
+        if size == self.size:
+            return self
+        resized = Axis(size)
+        resized._same = self.find()
+        return resized
 
     def split(self, sizes: Sequence[int]) -> Axes:
         """Axes that have its entries together, the last of which moves fastest."""
         found = make_axes(sizes)
         kept = [axis for axis in found if axis.size != 1]
         for index, axis in enumerate(kept):
-            axis.role.wholes.append((self.role, index, len(kept)))
+            axis.wholes.append((self, index, len(kept)))
         return found
 
     @staticmethod
@@ -119,7 +112,7 @@ class Axis:
         if len(parts) < 2:
             return (*parts, *axes)[0]
         merged = Axis(prod(axis.size for axis in parts), parts=parts)
-        merged.role.merges.append(tuple(axis.role for axis in parts))
+        merged.merges.append(parts)
         return merged
 
 
@@ -175,7 +168,7 @@ def name_axes(axes: Axes, row_axis: int | None) -> str | None:
         return None
     if row_axis == 0 and len(axes) <= 2:  # nothing but channels follows the rows
         return "NC"[: len(axes)]
-    kinds = [axis.role.get_kind() for axis in axes]
+    kinds = [axis.get_kind() for axis in axes]
     channel = _find_channel(kinds, row_axis)
     letters = ["?"] * len(axes)
     letters[row_axis] = "N"
@@ -203,7 +196,7 @@ def _find_channel(kinds: Sequence[str], row_axis: int) -> int | None:
 
 def _name_positions(axes: Sequence[Axis]) -> Sequence[str]:
     """H, W and T as evidence says; in their usual order where it says so much and no more."""
-    places = [axis.role.get_places() for axis in axes]
+    places = [axis.get_places() for axis in axes]
     single = [min(each) if len(each) == 1 else "" for each in places]
     usual = PLACES.get(len(axes), "")
     if len(set(single)) < len(single) and all(places) and set[str]().union(*places) == set(usual):

@@ -14,10 +14,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from layertap.models.catalog.axes import PLACES, Axes, Axis, Role, make_axes, view_as
-from layertap.models.catalog.observations import Observation
+from layertap.models.catalog.axes import PLACES, Axes, Axis, make_axes, view_as
+from layertap.models.catalog.taint import MarkedMemory
 from layertap.models.devices.dispatch_mode import DispatchMode
-from layertap.models.hooks.tensor_tree import Path, iterate_tensors
+from layertap.models.hooks.tensor_tree import iterate_tensors
 
 Geometry = tuple[int, torch.Size, tuple[int, ...]]  # where a tensor's numbers lie in its memory
 Rule = Callable[["Given", torch.Size], Axes]  # of what is returned, from its shape and what was given
@@ -30,7 +30,7 @@ class AxisTracker(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         # By address, each as long as its storage lives: addresses are reused.
         self._axes: dict[int, tuple[dict[Geometry, Axes], weakref.ref[torch.UntypedStorage]]] = {}
-        self._computed: set[int] = set()  # the storages of what is computed from the inputs
+        self._computed = MarkedMemory()  # of what is computed from the inputs
         self._rules: dict[object, tuple[Rule | None, tuple[str, ...]]] = {}  # with the names of what is given
 
     def start(self, inputs: Mapping[str, Tensor]) -> None:
@@ -47,13 +47,13 @@ class AxisTracker(DispatchMode):
 
     def is_computed(self, value: object) -> bool:
         """Whether a tensor depends on the inputs of the forward: it is no weight, and made of no weights alone."""
-        return _has_memory(value) and value.untyped_storage()._cdata in self._computed
+        return _has_memory(value) and self._computed.has_any([value])
 
-    def follow_recurrent(self, taken: Mapping[Path, Observation], returned: object) -> None:
+    def follow_recurrent(self, before: Axes, returned: object) -> None:
         """Join the axes of what one of torch's recurrent layers takes and returns, which computes step by step."""
-        before, after = next(iter(taken.values())).axes, self.find(next(iterate_tensors(returned))[1])
+        after = self.find(next(iterate_tensors(returned))[1])
         for one, other in zip(before[:-1], after[:-1], strict=False):
-            one.role.join(other.role)
+            one.join(other)
         note(after[:-1], "p")
         note((before[-1], after[-1]), "C")
 
@@ -84,7 +84,7 @@ class AxisTracker(DispatchMode):
         if len(axes) == tensor.ndim:
             known[_locate(tensor)] = tuple(map(Axis.resize, axes, tensor.shape))
         if is_computed:
-            self._computed.add(tensor.untyped_storage()._cdata)
+            self._computed.mark([tensor])
 
     def _get_known(self, tensor: Tensor) -> dict[Geometry, Axes]:
         """The axes of all tensors that look into the memory of one."""
@@ -95,7 +95,6 @@ class AxisTracker(DispatchMode):
 
     def _forget(self, address: int, _: object) -> None:
         del self._axes[address]
-        self._computed.discard(address)
 
 
 def _has_memory(value: object) -> TypeGuard[Tensor]:
@@ -152,10 +151,6 @@ def note_places(axes: Sequence[Axis], evidence: str) -> None:
         note([axis], evidence + place)
 
 
-def _make_channels(size: int, evidence: str = "C") -> Axis:
-    return Axis(size, Role(evidence))
-
-
 def _join_all(operands: Sequence[Axes]) -> Axes:
     """The axes of what is computed entry by entry; those that are not repeated along are of one kind."""
     found: list[Axis] = []
@@ -163,7 +158,7 @@ def _join_all(operands: Sequence[Axes]) -> Axes:
         here = [axes[place] for axes in operands if len(axes) >= -place]
         wide = [axis for axis in here if axis.size != 1] or here[:1]
         for axis in wide[1:]:
-            wide[0].role.join(axis.role)
+            wide[0].join(axis)
         found.append(next((axis for axis in wide if axis.parts), wide[0]))
     return tuple(found)
 
@@ -212,7 +207,7 @@ def _cat(given: Given, shape: torch.Size) -> Axes:
     operands = [axes for axes in given.find_all(given["tensors"]) if len(axes) == len(shape)]
     dim = given.get("dim", 0) % len(shape)
     for axes in operands[1:]:
-        operands[0][dim].role.join(axes[dim].role)
+        operands[0][dim].join(axes[dim])
     return _insert(_join_all([_drop(axes, [dim]) for axes in operands]), operands[0][dim], dim)
 
 
@@ -227,7 +222,7 @@ def _index(given: Given, shape: torch.Size) -> Axes:
 def _embed(given: Given, shape: torch.Size) -> Axes:
     tokens = given.find("indices")
     note(tokens, "P")
-    return (*tokens, _make_channels(shape[-1]))
+    return (*tokens, Axis(shape[-1], "C"))
 
 
 def _work(along: int, channels: str, places: str, made: str, given: Given, shape: torch.Size) -> Axes:
@@ -245,7 +240,7 @@ def _work(along: int, channels: str, places: str, made: str, given: Given, shape
     else:
         note_places(axes[along:][1:], places)
     if made:
-        axes[along] = _make_channels(shape[along], made)
+        axes[along] = Axis(shape[along], made)
     return tuple(axes)
 
 
@@ -255,11 +250,11 @@ def _multiply(left: str, right: str, given: Given, shape: torch.Size) -> Axes:
     if not given.tracker.is_computed(given[right]):
         note([inner], "c")
         note(rows, "p")
-        columns = _make_channels(columns.size, "c")
+        columns = Axis(columns.size, "c")
     elif not given.tracker.is_computed(given[left]):
         note([other_inner], "c")
         note([columns], "p")
-        rows[-1] = _make_channels(rows[-1].size, "c")
+        rows[-1] = Axis(rows[-1].size, "c")
     return (*rows, columns)
 
 

@@ -1,28 +1,21 @@
-"""CallRecorder: what a survey's forward shows, in order, with shapes, row axes and layouts."""
+"""CallRecorder: what one forward shows, as flat lists by point: the sides of its calls in order, and their tensors."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Self
 
 from torch import Tensor, nn
 
-from layertap.models.catalog.axes import ATTENTION
+from layertap.models.catalog.axes import ATTENTION, Axes
 from layertap.models.catalog.axis_tracker import AxisTracker
-from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.catalog.observations import (
-    Address,
-    AttentionObservation,
-    CallObservation,
-    Observation,
-    Place,
-    Shape,
-    Sketch,
-)
+from layertap.models.catalog.catalog import CallBoundary, TensorInfo
+from layertap.models.catalog.sketch import Sketch
 from layertap.models.devices.devices import dtype_name
 from layertap.models.devices.memory import Forward, Inputs
 from layertap.models.hooks import attention
@@ -31,14 +24,27 @@ from layertap.models.hooks.functions import may_call_functions, run_unseen
 from layertap.models.hooks.running_calls import get_version
 from layertap.models.hooks.tensor_tree import Arguments, Path, find_refused, iterate_tensors
 from layertap.models.inputs.noise import QUIET, ROWS
-from layertap.models.points import Site
+from layertap.models.points import Point, Site
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Observation:
+    """A tensor as one forward showed it."""
+
+    info: TensorInfo  # with the shape of one row
+    sketch: Sketch  # of the part that belongs to the row that ran alone
+    axes: Axes = ()  # those of ``info``, empty where they were not followed
+    value: int = -1  # the number of what it held: a tensor that is written to gets another
 
 
 class CallRecorder:
-    """Records order, shapes and layouts; given the recorder of a one-row forward, also which axis holds the rows.
+    """Records one forward. A side of a call, or of a function in a call, is a point without path.
 
-    Its own forward then has ROWS rows with that row in the middle, so that effects of either neighbour show. With
-    ``functions`` it records what functions take and return, too; with ``axes`` what those of each tensor are.
+    ``alone``: the recorder of one row. This forward then has ROWS rows with that row in the middle, so that effects of
+    either neighbour show, and the axis that grew holds the rows. With ``functions`` it records what functions take and
+    return, too; ``axes`` follows the axes of each tensor; ``look`` makes the sketches.
     """
 
     def __init__(
@@ -48,49 +54,27 @@ class CallRecorder:
         *,
         functions: bool = False,
         axes: AxisTracker | None = None,
+        look: Callable[[Tensor], Sketch] = Sketch.from_tensor,
     ) -> None:
-        self.has_functions = functions
-        self._axes = axes
-        self.calls: dict[nn.Module, list[CallObservation]] = {}
+        self.orders: dict[Point, float] = {}  # when each side was reached; calls of modules count from 1, by ones
+        self.tensors: dict[Point, Observation] = {}
+        self.refused: dict[Point, str] = {}  # tensors without plain memory, and their kinds
+        self.views: set[Point] = set()  # outputs of functions that lie in the memory of their unchanged inputs
         self._module = module
+        self._names = name_modules(module)
         self._alone = alone
+        self._has_functions = functions
+        self._axes = axes
+        self._look = look
         self._order = 0
         self._functions_since = 0  # how often a function began or ended since then
         self._taken: dict[int, int] = {}  # the memory that the last function took, with its version then
         self._running: list[tuple[nn.Module, int]] = []
+        # By call: each attention with the tensor that tells where its rows are, and the number of learned sinks after
+        # the real keys. None where weights do not stand as (heads, queries, keys).
+        self._weights = defaultdict[tuple[str, int], list[tuple[TensorInfo, Observation, attention.Sinks] | None]](list)
         self._values: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}  # by id: a version, and the value's number
-        self._places: list[list[tuple[CallObservation, Site, Path]]] = []  # of each value, in order
-
-    def describe_calls(self) -> dict[nn.Module, list[tuple[set[Path], set[Path], int]]]:
-        """The modules that were called: for each call, paths of inputs and outputs, and the number of attentions."""
-        return {module: [call.describe_tensors() for call in calls] for module, calls in self.calls.items()}
-
-    def find(self, address: Address) -> CallObservation | None:
-        """The call of an address; None if there was none."""
-        module, number, function = address
-        calls = self.calls.get(module, [])
-        call = calls[number] if number < len(calls) else None
-        return call.functions.get(function) if call is not None and function else call
-
-    def list_sketches(self) -> dict[Place, Sketch]:
-        """The sketches of all tensors."""
-        calls = (each for calls in self.calls.values() for call in calls for each in (call, *call.functions.values()))
-        return {
-            (call.address, boundary, path): each.sketch
-            for call in calls
-            for boundary, tensors in call.tensors.items()
-            for path, each in tensors.items()
-        }
-
-    def find_origins(self, call: CallObservation) -> Iterator[tuple[Path, tuple[CallObservation, Site, Path]]]:
-        """Of inputs of a call that others read too, which would not see them changed there: where they come from."""
-        for path, taken in call.tensors["input"].items():
-            (first, side, there), *_ = places = self._places[taken.value]
-            readers = [each for each, boundary, _ in places if boundary == "input" and each.reads(taken.value)]
-            apart = [each for each in readers if each is not call and not (call.contains(each) or each.contains(call))]
-            is_made = side == "output" or all(first.contains(each) for each in (call, *apart))
-            if apart and is_made and call.reads(taken.value):
-                yield path, (first, side, there)
+        self._points: list[list[Point]] = []  # where each value was seen, in order
 
     def watch(self, run: Forward, inputs: Inputs) -> Self:
         """Run one forward, and give the recorder."""
@@ -101,7 +85,7 @@ class CallRecorder:
         with ExitStack() as stack:
             stack.enter_context(attention.AttentionObserver(self._record_attention))
             stack.enter_context(observe_calls(self._module, hide(self._record_inputs), hide(self._record_outputs)))
-            if self.has_functions:  # these hooks come after those around calls
+            if self._has_functions:  # these hooks come after those around calls
                 for module in filter(may_call_functions, list_observed(self._module)):
                     ATTACH["function"](stack, module, partial(run_unseen, partial(self._record_function, module)))
             if self._axes is not None:
@@ -110,53 +94,110 @@ class CallRecorder:
             run(inputs)
         return self
 
+    def has_calls_of(self, other: CallRecorder) -> bool:
+        """Whether both saw the same calls of modules, with tensors at the same points."""
+        return self._list_points(functions=False) == other._list_points(functions=False)
+
+    def find_unlike_functions(self, other: CallRecorder) -> set[tuple[str, int]]:
+        """The calls in which the other saw other functions: their numbers do not tell which is which."""
+        unlike = self._list_points(functions=True) ^ other._list_points(functions=True)
+        return {(point.layer, point.call) for point in unlike}
+
+    def _list_points(self, *, functions: bool) -> set[Point]:
+        return {point for point in (*self.orders, *self.tensors) if bool(point.function) == functions}
+
+    def make_boundaries(
+        self, infos: Mapping[Point, TensorInfo], get_cost: Callable[[float], float] = lambda order: 0.0
+    ) -> dict[Point, CallBoundary]:
+        """The sides of all calls with these tensors; ``get_cost`` gives the share of the forward spent by an order."""
+        tensors, refused = defaultdict[Point, list[TensorInfo]](list), defaultdict[Point, list[tuple[Path, str]]](list)
+        for point, info in infos.items():
+            tensors[point.side].append(info)
+        for point, kind in self.refused.items():
+            refused[point.side].append((point.path, kind))
+        return {
+            side: CallBoundary(order, get_cost(order), tuple(tensors[side]), tuple(refused[side]))
+            for side, order in self.orders.items()
+        }
+
+    def find_origins(self) -> dict[Point, Point]:
+        """Of inputs that others read too, which would not see them changed there: where they come from.
+
+        Empty if functions, which may read them, are not recorded.
+        """
+        returned = defaultdict[Point, set[int]](set)
+        for point, each in self.tensors.items():
+            returned[point.side].add(each.value)
+
+        def reads(point: Point, value: int) -> bool:
+            """Whether a call computes from what it takes: it neither returns it unchanged nor only reads its size."""
+            values, function = returned[replace(point.side, site="output")], point.function
+            asks = function and (not values or "_like#" in function or function.startswith("new_"))
+            return point.site == "input" and not asks and value not in values
+
+        origins: dict[Point, Point] = {}
+        for value, (first, *others) in enumerate(self._points if self._has_functions else ()):
+            readers = [point for point in (first, *others) if reads(point, value)]
+            for reader in readers:
+                apart = [each for each in readers if not self._overlap(each, reader)]
+                is_made = first.site == "output" or all(self._contains(first, each) for each in (reader, *apart))
+                if apart and is_made:
+                    origins[reader] = first
+        return origins
+
+    def _contains(self, one: Point, other: Point) -> bool:
+        """Whether the call at one point began before that at the other, and ended after it."""
+        (begun, ended), (start, end) = (
+            (self.orders[replace(each.side, site="input")], self.orders.get(replace(each.side, site="output"), -1))
+            for each in (one, other)
+        )
+        return begun < start and end < ended
+
+    def _overlap(self, one: Point, other: Point) -> bool:
+        is_same = one.side == other.side
+        return is_same or self._contains(one, other) or self._contains(other, one)
+
     def _record_inputs(self, module: nn.Module, number: int, value: object) -> None:
         self._running.append((module, number))
-        call = CallObservation((module, number, ""), self._tick())
-        self.calls.setdefault(module, []).append(call)
-
-        call.refused["input"] = tuple(find_refused(value))
-        self._record(call, "input", value)
+        self._record(Point(self._names[module], number, (), "input"), self._tick(), value)
 
     def _record_outputs(self, module: nn.Module, number: int, value: object) -> None:
         while self._running and self._running.pop() != (module, number):
             pass
-        call = self.calls[module][number]
-        call.end = self._tick()
-        if value is None or call.has_partial_attention:  # None: as it is after a call that raised
-            call.attention.clear()
-        _record_weights(call)
+        side, order = Point(self._names[module], number, (), "output"), self._tick()
+        if value is not None:  # as it is after a call that raised
+            self._record_weights(side, order)
         if self._axes is not None and isinstance(module, nn.RNNBase):
-            self._axes.follow_recurrent(call.tensors["input"], value)
-        call.refused["output"] = tuple(find_refused(value))
-        self._record(call, "output", value)
+            taken = (each for point, each in self.tensors.items() if point.side == replace(side, site="input"))
+            self._axes.follow_recurrent(next(taken).axes, value)
+        self._record(side, order, value)
 
     def _record_function(
         self, module: nn.Module, key: tuple[int, str, Literal["input", "output"]], value: object
     ) -> None:
         """Note what a function takes, or returns, that a call of a module calls; it may be other than that later."""
-        number, name, side = key
-        # Between two calls of modules, whose places are whole numbers whether functions are recorded or not.
-        self._functions_since += 1
-        order = self._order + 1 - 1 / (1 + self._functions_since)
-        call = self.calls[module][number].functions.setdefault(name, CallObservation((module, number, name), order))
-        call.end = order
+        number, function, site = key
+        side = Point(self._names[module], number, (), site, function)
         memory = {_get_address(tensor): get_version(tensor) for _, tensor in iterate_tensors(value)}
-        if side == "input":
+        if site == "input":
             self._taken = memory
-        else:
-            call.is_view = any(address and self._taken.get(address) == memory[address] for address in memory)
-        self._record(call, side, value)
+        elif any(address and self._taken.get(address) == memory[address] for address in memory):
+            self.views.add(side)
+        # Between two calls of modules, whose orders are whole numbers whether functions are recorded or not.
+        self._functions_since += 1
+        self._record(side, self._order + 1 - 1 / (1 + self._functions_since), value)
 
-    def _record(self, call: CallObservation, boundary: Site, value: object) -> None:
+    def _record(self, side: Point, order: float, value: object) -> None:
         """Note tensors at one side of a call."""
-        tensors, alone = call.tensors[boundary], self._alone.find(call.address) if self._alone else None
+        self.orders[side] = order
+        self.refused |= {replace(side, path=path): kind for path, kind in find_refused(value)}
         with attention.disable_observers():
             for path, tensor in iterate_tensors(value):
-                earlier = alone.tensors[boundary].get(path) if alone else None
-                observation = tensors[path] = self._observe(path, tensor, earlier)
+                point = replace(side, path=path)
+                earlier = self._alone.tensors.get(point) if self._alone else None
+                observation = self.tensors[point] = self._observe(path, tensor, earlier)
                 observation.value = self._number_value(tensor)
-                self._places[observation.value].append((call, boundary, path))
+                self._points[observation.value].append(point)
                 if self._axes is not None:
                     observation.axes = self._axes.find(tensor)
                 if isinstance(value, Arguments) and value.lone:
@@ -166,15 +207,15 @@ class CallRecorder:
         """A tensor, compared with ``earlier``: the same one in the forward of one row, None in that forward."""
         shape = tuple(tensor.shape)
         if earlier is None:
-            axis = 0 if shape[:1] == (1,) else None
+            axis = _find_row_axis(shape, None)
             info = TensorInfo(path, shape, dtype_name(tensor.dtype), axis, crosses_rows=axis is None)
-            return Observation(info, Sketch.from_tensor(tensor))
+            return Observation(info, self._look(tensor))
         one = earlier.info
         if shape == (ROWS, *one.shape):  # the model squeezes the axis away where it has a single row
             one = replace(one, shape=(1, *one.shape))
-        axis = _find_grown_axis(one.shape, shape)
+        axis = _find_row_axis(shape, one.shape)
         part = tensor if axis is None else tensor.narrow(axis, QUIET * one.shape[axis], one.shape[axis])
-        sketch = Sketch.from_tensor(part)
+        sketch = self._look(part)
         crosses_rows = tuple(part.shape) != one.shape or not sketch.matches(earlier.sketch)
         return Observation(replace(one, row_axis=axis, crosses_rows=crosses_rows), sketch)
 
@@ -184,32 +225,44 @@ class CallRecorder:
             return
         module = attention.find_owner([module for module, _ in self._running])
         number = next(number for running, number in reversed(self._running) if running is module)
-        call = self.calls[module][number]
-        alone = self._alone.find(call.address) if self._alone else None
-        shape = attention.unfold_weights(event.shape, module)
+        call = self._names[module], number
+        shape, found = attention.unfold_weights(event.shape, module), self._weights[call]
         if shape is None:
-            call.has_partial_attention |= attention.is_attention(module)
+            if attention.is_attention(module):
+                found.append(None)
             return
-        index = len(call.attention)
-        earlier = alone.attention[index] if alone is not None and index < len(alone.attention) else None
-        evidence = self._observe((), event.evidence, earlier.evidence if earlier else None)
-        if earlier is None:
-            axis = 0 if shape[0] == 1 else None
-            info = TensorInfo((), shape, dtype_name(event.dtype), axis, axis is None, source=event.source)
-        else:
-            axis = _find_grown_axis(earlier.info.shape, shape)
+        known = self._alone._weights[call][len(found) :][:1] if self._alone else []
+        earlier = known[0] if known else None
+        evidence = self._observe((), event.evidence, earlier[1] if earlier else None)
+        info, crosses_rows = TensorInfo((), shape, dtype_name(event.dtype), source=event.source), False
+        axis = _find_row_axis(shape, earlier[0].shape if earlier else None)
+        if earlier:
+            info, crosses_rows = earlier[0], evidence.info.crosses_rows
             axis = axis if axis == evidence.info.row_axis else None
-            crosses_rows = axis is None or evidence.info.crosses_rows
-            info = replace(earlier.info, row_axis=axis, crosses_rows=crosses_rows)
-        info = replace(info, layout=ATTENTION if axis == 0 else None)
-        call.attention.append(AttentionObservation(info, evidence, event.sinks))
+        layout = ATTENTION if axis == 0 else None
+        info = replace(info, row_axis=axis, crosses_rows=crosses_rows or axis is None, layout=layout)
+        found.append((info, evidence, event.sinks))
+
+    def _record_weights(self, output: Point, order: float) -> None:
+        """Note the attention of a call that is over, when its sinks are counted; its path is empty if there is one."""
+        found = self._weights[output.layer, output.call]
+        weights = [each for each in found if each is not None]
+        for index, (info, evidence, sinks) in enumerate(weights if len(weights) == len(found) else ()):
+            path = (str(index),) if len(found) > 1 else ()
+            *outer, keys = info.shape
+            parts: dict[Site, int] = {"attention": keys - sinks.count, "attention_sink": sinks.count}
+            for site, count in parts.items():
+                if count:
+                    point = Point(output.layer, output.call, path, site)
+                    self.orders[point.side] = order
+                    self.tensors[point] = Observation(replace(info, path=path, shape=(*outer, count)), evidence.sketch)
 
     def _number_value(self, tensor: Tensor) -> int:
         """The number of a value, a new one for a tensor that was written to."""
         reference, version, number = self._values.get(id(tensor), (None, 0, 0))
         if reference is None or reference() is not tensor or version != get_version(tensor):
-            number = len(self._places)
-            self._places.append([])
+            number = len(self._points)
+            self._points.append([])
             self._values[id(tensor)] = weakref.ref(tensor), get_version(tensor), number
         return number
 
@@ -219,25 +272,21 @@ class CallRecorder:
         return self._order
 
 
+def name_modules(module: nn.Module) -> dict[nn.Module, str]:
+    """The modules of a tree with their first names, the root as ``.``: a tied module has several."""
+    return {part: name or "." for name, part in module.named_modules()}
+
+
 def _get_address(tensor: Tensor) -> int:
     """Where the memory lies that a tensor is a view of; 0 for none."""
     return tensor.untyped_storage().data_ptr()
 
 
-def _record_weights(call: CallObservation) -> None:
-    """Note the attention of a call that is over, when its sinks are counted; its path is empty if there is one."""
-    for index, each in enumerate(call.attention):
-        path = (str(index),) if len(call.attention) > 1 else ()
-        *outer, keys = each.info.shape
-        parts: dict[Site, int] = {"attention": keys - each.sinks.count, "attention_sink": each.sinks.count}
-        for boundary, count in parts.items():
-            if count:
-                info = replace(each.info, path=path, shape=(*outer, count))
-                call.tensors[boundary][path] = Observation(info, each.evidence.sketch)
-
-
-def _find_grown_axis(one: Shape, several: Shape) -> int | None:
-    if len(one) != len(several):
+def _find_row_axis(shape: Shape, one: Shape | None) -> int | None:
+    """The axis that grew with the rows since a forward of one; without that the first, if it has one entry."""
+    if one is None:
+        return 0 if shape[:1] == (1,) else None
+    if len(one) != len(shape):
         return None
-    grown = [axis for axis, (a, b) in enumerate(zip(one, several, strict=True)) if a != b]
-    return grown[0] if len(grown) == 1 and several[grown[0]] == ROWS * one[grown[0]] else None
+    grown = [axis for axis, (a, b) in enumerate(zip(one, shape, strict=True)) if a != b]
+    return grown[0] if len(grown) == 1 and shape[grown[0]] == ROWS * one[grown[0]] else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -15,21 +16,15 @@ from layertap.models.spec import LeftPadding
 
 @dataclass(frozen=True)
 class Traits:
-    """``state`` names the buffers and attributes (module, name) that forwards change, which are put back after each.
+    """What holds for rows of all shapes."""
 
-    ``stops``: whether a forward may be left midway; one that overwrites weights until it ends may not.
-    ``deterministic``: whether the same row gives the same answer again. Of texts: ``pads``, whether one stays the same
-    with padding behind it, beside a longer one; ``left_padding``, whether it does with padding in front: as it is sent,
-    with its tokens numbered by the mask, or neither way. ``outputs`` names the returned tensors, by their paths, that
-    are not logits.
-    """
-
+    # The buffers and attributes (module, name) that forwards change, which are put back after each.
     state: tuple[tuple[str, str], ...] = ()
-    stops: bool = True
-    deterministic: bool = True
-    pads: bool = True
-    left_padding: LeftPadding = "as sent"
-    outputs: tuple[tuple[tuple[str, ...], Outputs], ...] = ()
+    stops: bool = True  # a forward may be left midway; one that overwrites weights until it ends may not
+    deterministic: bool = True  # the same row gives the same answer again
+    pads: bool = True  # a text stays the same with padding behind it, beside a longer one
+    left_padding: LeftPadding = "as sent"  # how a text with padding in front stays the same
+    outputs: tuple[tuple[tuple[str, ...], Outputs], ...] = ()  # returned tensors that are no logits, by path
 
 
 DEFAULT_TRAITS = Traits()
@@ -43,36 +38,26 @@ BACKWARD_FACTOR = 3.0  # forwards that a forward with a backward takes as long a
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor that enters or leaves a module.
-
-    ``shape`` is that of a forward of one row. ``row_axis`` is the axis that grows with the rows, ``shape[row_axis]``
-    its entries per row (windowed attention folds several into one axis); None if the tensor is the same for all
-    rows. A model may squeeze that axis away in a forward of one row. ``crosses_rows`` marks a tensor of which no part
-    can be given to one row: its entries stand in another order, or it holds something of all of them; it means what it
-    says only where its rows share a forward with no others. ``layout`` names the axes (NCHW, NTC …; NAQK of attention:
-    heads, queries, keys), with ? for one that nothing proves, None if it would have no letter but N; a request may have
-    given it (``layout_given``). ``prefix`` counts class and register tokens, of attention those among the
-    keys; ``grid_size`` has the rows and columns in which the patches behind these stand, None if no map of the
-    forward tells. ``source`` says where a forward without a graph has attention from: "observed" or "recomputed".
-    ``token_axes`` have an entry for each token of a text: they grow with its length. The row axis is one of them where
-    tokens are folded into it. ``merges_tokens``: another axis grows with it, whose entries are of several tokens.
-    ``argument`` is the parameter that it was passed as, if it was in a lone argument.
-    """
+    """One tensor that enters or leaves a module."""
 
     path: tuple[str, ...]
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of a forward of one row; a model may squeeze the row axis away there
     dtype: str
+    # The axis that grows with the rows; windowed attention folds several entries of a row into it. None if the tensor
+    # is the same for all rows.
     row_axis: int | None = 0
-    crosses_rows: bool = False
-    alone: bool = False
-    layout: str | None = None
-    prefix: int = 0
-    source: str = ""
+    crosses_rows: bool = False  # its rows can't be separated: they stand in another order, or it is of all of them
+    alone: bool = False  # it means what it says only in a forward of one row
+    layout: str | None = None  # a letter for each axis, ? for one that nothing proves; None if none but N is known
+    prefix: int = 0  # class and register tokens, of attention those among the keys
+    source: str = ""  # of attention in a forward without a graph: "observed" or "recomputed"
+    # The axes that have an entry for each token of a text. The row axis is one of them where tokens are folded into it.
     token_axes: tuple[int, ...] = ()
-    merges_tokens: bool = False
-    grid_size: tuple[int, int] | None = None
-    layout_given: bool = False
-    argument: str = ""
+    merges_tokens: bool = False  # another axis grows with a text, whose entries are of several tokens
+    grid_size: tuple[int, int] | None = None  # rows and columns of the patches; None if no map of the forward tells
+    layout_given: bool = False  # by the request
+    argument: str = ""  # the parameter that it was passed as, if it was in a lone argument
+    origin: Point | None = None  # of an input that others read too: where it comes from
 
     @property
     def is_floating(self) -> bool:
@@ -122,48 +107,40 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class CallBoundary:
-    """One side of a call: its place in the forward, the share of the forward's cost spent by then, its tensors.
+    """One side of a call."""
 
-    ``refused`` are the paths of tensors without plain memory, which are not captured, and their kinds: "sparse" …
-    """
-
-    order: float
-    cost: float
+    order: float  # its place in the forward
+    cost: float  # the share of the forward's cost spent by then
     tensors: tuple[TensorInfo, ...]
-    refused: tuple[tuple[tuple[str, ...], str], ...] = ()
+    refused: tuple[tuple[tuple[str, ...], str], ...] = ()  # tensors without plain memory, and their kinds: "sparse" …
 
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a module in a forward; ``attention`` holds the weights (N, heads, queries, keys) that it computes.
-
-    ``sinks`` has what softmax gives to learned sinks, in place of keys, where there are any.
-    ``functions`` has the calls of functions that it makes itself, by name and number, in their order. ``origins`` tells
-    of inputs that others read too, by path, where they come from. ``is_view``: the function returns a
-    view of its input; what replaces that view no longer shares the input's memory, for any row of the batch.
-    """
+    """One run of a module, or of a function in it."""
 
     input: CallBoundary
     output: CallBoundary
-    attention: CallBoundary | None = None
-    functions: Mapping[str, Call] = field(default_factory=dict)
-    sinks: CallBoundary | None = None
-    origins: Mapping[tuple[str, ...], Point] = field(default_factory=dict)
+    attention: CallBoundary | None = None  # the weights (N, heads, queries, keys) that it computes
+    functions: Mapping[str, Call] = field(default_factory=dict)  # that it calls itself, by name and number, in order
+    attention_sink: CallBoundary | None = None  # what softmax gives to learned sinks, in place of keys
+    # A function's output is a view of its input; what replaces it no longer shares the input's memory.
     is_view: bool = False
 
     def contains(self, other: Call) -> bool:
         """Whether the other call begins within this one."""
         return self.input.order < other.input.order < self.output.order
 
+    @property
+    def boundaries(self) -> dict[Site, CallBoundary | None]:
+        """Its sides by the site that looks at each; None where the call computes no attention."""
+        attention, attention_sink = self.attention, self.attention_sink
+        return {"input": self.input, "output": self.output, "attention": attention, "attention_sink": attention_sink}
+
     def get_boundary(self, site: Site) -> CallBoundary:
         """The side that a site looks at; one of no tensor where the call computes no attention."""
-        boundaries = {
-            **dict.fromkeys(("attention", "unfused"), self.attention),
-            "input": self.input,
-            "output": self.output,
-            "attention_sink": self.sinks,
-        }
-        boundary = boundaries[SITES[site].hook]
+        hook = SITES[site].hook  # "unfused" has no side of its own: it sees the attention
+        boundary = next((each for own, each in self.boundaries.items() if own == hook), self.attention)
         return boundary or replace(self.output, tensors=(), refused=())
 
 
@@ -176,7 +153,7 @@ class Layer:
     is_leaf: bool
     parameters: int
     calls: tuple[Call, ...]
-    hazards: tuple[str, ...]
+    hazards: tuple[str, ...]  # "inplace", "scripted" or "never_called", "attention"
 
     @property
     def share(self) -> float:
@@ -191,16 +168,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a whole forward takes, measured at warm-up.
-
-    Of ``n`` rows about ``base + n * per_row`` seconds, on a CPU with one thread, and ``n * row_bytes`` bytes for inputs
-    and intermediate values. ``speedup``: how much quicker one row is on all cores of a CPU; 1 if that does not pay.
-    """
+    """What a whole forward takes, measured at warm-up: of n rows about ``base + n * per_row`` seconds on one thread."""
 
     base: float = 0.0
     per_row: float = 1e-6
-    row_bytes: int = 1
-    speedup: float = 1.0
+    row_bytes: int = 1  # for the inputs and intermediate values of a row
+    speedup: float = 1.0  # how much quicker one row is on all cores of a CPU; 1 if that does not pay
 
     def estimate_seconds(self, rows: int, depth: float = 1.0) -> float:
         """A forward of so many rows up to a share of its cost."""
@@ -209,28 +182,20 @@ class Costs:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Every layer by name, in execution order, those that never run last; for one shape of input.
+    """What a forward does with rows of one shape."""
 
-    ``seconds``: one forward of one row. ``crosses_rows``: whether what else is in the batch may change a row's output;
-    ``batches``: whether a forward takes several rows at all.
-    ``start`` is the layer that forwards go on from, where they do not begin at the model's inputs; the catalog then
-    has the tensors that follow from that layer's output alone. ``sizes_known``: whether the rows have that shape; where
-    they may have another, sizes are an example.
-    ``has_functions``: whether it tells what functions take and return. ``traits`` hold for rows of all shapes.
-    ``tower``: which of two towers the rows are for. ``branches``: whether rows of other values may make other calls.
-    """
-
-    layers: Mapping[str, Layer]
-    seconds: float
-    crosses_rows: bool
+    layers: Mapping[str, Layer]  # by name, in the order in which they first run, those that never run last
+    seconds: float  # of a forward of one row
+    crosses_rows: bool  # what else is in the batch may change a row's output
     costs: Costs = Costs()
+    # The point that forwards resume from, if they do: the tensors are those that follow from it alone.
     start: str = ""
-    batches: bool = True
-    sizes_known: bool = True
-    has_functions: bool = False
+    batches: bool = True  # a forward takes several rows
+    sizes_known: bool = True  # else rows may have another shape, and sizes are an example
+    has_functions: bool = False  # it tells what functions take and return
     traits: Traits = DEFAULT_TRAITS
-    tower: str | None = None
-    branches: bool = False
+    tower: str | None = None  # which of two towers the rows are for
+    branches: bool = False  # rows of other values may make other calls
 
     @property
     def outputs(self) -> tuple[TensorInfo, ...]:
@@ -258,16 +223,22 @@ class Catalog:
             layers[name] = replace(layer, calls=tuple(calls))
         return replace(self, layers=layers)
 
-    def with_functions(self, other: Catalog) -> Catalog:
-        """The same with what another survey of that shape tells of functions."""
-        layers = dict(self.layers)
-        for name, layer in self.layers.items():
-            calls = other.layers[name].calls
-            if len(calls) == len(layer.calls):  # or the model runs otherwise each time
-                pairs = zip(layer.calls, calls, strict=True)
-                found = (replace(call, functions=same.functions, origins=same.origins) for call, same in pairs)
-                layers[name] = replace(layer, calls=tuple(found))
-        return replace(self, layers=layers, has_functions=True)
+    @property
+    def boundaries(self) -> dict[Point, CallBoundary]:
+        """Each side of each call by point, under all names of a tied module; those of functions are left out."""
+        return {
+            Point(name, number, (), site): boundary
+            for name, layer in self.layers.items()
+            for number, call in enumerate(layer.calls)
+            for site, boundary in call.boundaries.items()
+            if boundary is not None
+        }
+
+    def with_boundaries(self, boundaries: Mapping[Point, CallBoundary]) -> Catalog:
+        """The same with these sides of the same calls, and no functions."""
+        calls = make_calls(boundaries)
+        layers = {name: replace(layer, calls=tuple(calls[name])) for name, layer in self.layers.items()}
+        return replace(self, layers=layers, has_functions=False)
 
     @property
     def graph_costs(self) -> Costs:
@@ -296,6 +267,25 @@ class Catalog:
     def types(self) -> tuple[str, ...]:
         """The class names of all layers, sorted."""
         return tuple(sorted({layer.type for layer in self.layers.values()}))
+
+
+def make_calls(boundaries: Mapping[Point, CallBoundary], views: Set[Point] = frozenset()) -> dict[str, list[Call]]:
+    """The calls of each layer from their sides and those of functions, by point; ``views``: functions' outputs."""
+    sides = defaultdict[Point, dict[Site, CallBoundary]](dict)
+    for point, boundary in boundaries.items():
+        sides[replace(point, site="output")][point.site] = boundary
+    layers = defaultdict[str, list[Call]](list)
+    functions = defaultdict[tuple[str, int], dict[str, Call]](dict)
+    for point in sorted(sides, key=lambda point: not point.function):  # functions first
+        its = sides[point]
+        if point.function:
+            if "output" in its and its["output"].tensors:  # else it raised, or returned no tensor
+                call = Call(its["input"], its["output"], is_view=point in views)
+                functions[point.layer, point.call][point.function] = call
+        else:
+            own, sinks = functions[point.layer, point.call], its.get("attention_sink")
+            layers[point.layer].append(Call(its["input"], its["output"], its.get("attention"), own, sinks))
+    return layers
 
 
 def _delay(call: Call, later: int) -> Call:

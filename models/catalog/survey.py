@@ -3,40 +3,37 @@
 One takes a single row, one is timed, and one takes the same row between two others: the axis that grew is the row
 axis, and the row's values must be the same as before. That rows are independent is then proven (``row_proof.py``),
 or they run one at a time. A model that can't take several rows, or makes other calls with them, is recorded from the
-first forward. Device
-errors, out of memory or fatal, say nothing about the model and are not caught.
+first forward. Device errors, out of memory or fatal, say nothing about the model and are not caught.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
+from math import prod
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from layertap.models.catalog.axes import Axes, make_axes, name_axes
+from layertap.models.catalog.axes import make_axes, name_axes
 from layertap.models.catalog.axis_tracker import AxisTracker
-from layertap.models.catalog.call_recorder import CallRecorder
-from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo, Traits
-from layertap.models.catalog.observations import CallObservation, Observation, Place
-from layertap.models.catalog.patches import number_patches
-from layertap.models.catalog.row_proof import prove_rows
-from layertap.models.catalog.shared_values import TrackedForward
+from layertap.models.catalog.call_recorder import CallRecorder, name_modules
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo, Traits, make_calls
+from layertap.models.catalog.row_proof import TrackedForward, prove_rows
 from layertap.models.catalog.trials import find_outputs, try_forward
 from layertap.models.devices import transfer
 from layertap.models.devices.devices import TOLERANCE
-from layertap.models.devices.memory import Forward, is_device_error
+from layertap.models.devices.memory import Forward, Inputs, is_device_error
 from layertap.models.errors import IN_THE_LOG, InputError, describe_error
 from layertap.models.hooks.attach import observe_calls
-from layertap.models.hooks.tensor_tree import Path
 from layertap.models.inputs.noise import copy_row, copy_rows, make_noise
-from layertap.models.points import Point, Site
+from layertap.models.points import Point
 from layertap.models.spec import InputSpec
 
 MAX_TIMED, ENOUGH_S = 5, 0.1  # timed forwards: how many at most, and after how many seconds no further one
@@ -58,8 +55,8 @@ def survey(
     """The catalog of a module for one shape of input.
 
     ``inputs`` gives the shapes of one row; ``run`` calls the module with a batch of such rows; ``prefix`` is the
-    number of tokens that stand before the patches; floating inputs come in ``dtype``. With ``functions`` it tells
-    what these return. ``tolerance``: the share of a tensor's largest number by which kernels differ.
+    number of tokens that stand before the patches; floating inputs come in ``dtype``. With ``functions`` it includes
+    what these take and return. ``tolerance``: the share of a tensor's largest number by which kernels differ.
     InputError if the module can't take that shape.
     """
     rows = make_noise(inputs, device, dtype)
@@ -68,68 +65,110 @@ def survey(
         alone = CallRecorder(module, functions=functions, axes=AxisTracker())
         with name_input_errors(inputs):
             alone.watch(run, copy_row(rows))
-            timer = _time_calls(module, run, copy_row(rows), device)
+            marks = _time_calls(module, run, copy_row(rows), device)
         tracked = TrackedForward(module, run, copy_row(rows))
         traits = Traits(outputs=find_outputs(tracked.output, tracked.sigmoids))
         branches = tracked.may_branch
         create_recorder = partial(CallRecorder, module, alone=alone, functions=functions)
         several = try_forward(create_recorder().watch, run, copy_rows(rows)) or alone
-        other_length = CallRecorder(module, functions=functions)
-        lengths = _probe_length(other_length, inputs, run, device, dtype)
-        if several.describe_calls() != alone.describe_calls():
+        varying = _list_varying(inputs)
+        length = varying[0].shape[0] if varying else 1
+        shorter = None  # what a text of half the length shows; None if all rows have one length, or the model takes one
+        if length > 1:
+            half = [replace(spec, shape=(length // 2, *spec.shape[1:])) if spec in varying else spec for spec in inputs]
+            recorder = CallRecorder(module, functions=functions)
+            shorter = try_forward(recorder.watch, run, copy_row(make_noise(half, device, dtype)))
+        if not several.has_calls_of(alone):
             several = alone
         unproven = None
         if several is not alone:
             unproven = prove_rows(module, run, rows, inputs, several, create_recorder, tolerance)
-    catalog = CatalogBuilder(module, alone, several, timer, prefix, other_length, lengths, unproven).build()
-    return replace(catalog, branches=branches, traits=traits)
+    infos, crosses_rows = _describe_tensors(alone, several, unproven)
+    if shorter is not None:
+        half_infos = {point: each.info for point, each in shorter.tensors.items()}
+        infos = {point: _find_tokens(info, half_infos.get(point), length) for point, info in infos.items()}
+    boundaries = number_patches(alone.make_boundaries(infos, partial(_get_cost, marks)), prefix)
+    calls = make_calls(boundaries, alone.views | several.views)
+    names = name_modules(module)
+    layers = [
+        _describe_layer(name or ".", part, calls.get(names[part], ()))
+        for name, part in module.named_modules(remove_duplicate=False)
+    ]
+    layers.sort(key=lambda layer: layer.calls[0].input.order if layer.calls else math.inf)
+    return Catalog(
+        {layer.name: layer for layer in layers},
+        marks[-1],
+        crosses_rows,
+        batches=several is not alone,
+        has_functions=functions,
+        traits=traits,
+        branches=branches,
+    )
 
 
-def _time_calls(module: nn.Module, run: Forward, row: Mapping[str, Tensor], device: torch.device) -> CallTimer:
-    """The fastest of a few forwards, or a single slow one: noise only adds time."""
-    timers: list[CallTimer] = []
-    while len(timers) < MAX_TIMED and sum(timer.total for timer in timers) < ENOUGH_S:
-        timers.append(CallTimer(module, run, row, device))
-    return min(timers, key=lambda timer: timer.total)
+def resize_catalog(configured: Catalog, module: nn.Module, recorder: CallRecorder, prefix: int) -> Catalog | None:
+    """The catalog of another shape, of which the recorder has seen one row: with its sizes, else as configured.
 
-
-def _probe_length(
-    recorder: CallRecorder, inputs: Sequence[InputSpec], run: Forward, device: torch.device, dtype: torch.dtype
-) -> tuple[int, int] | None:
-    """Record a forward of a text of half the length; gives both lengths.
-
-    None if all rows have one length, or the model takes one.
+    None if the forward of that shape makes other calls, or sizes alone do not tell all.
     """
-    masks = {spec.shape for spec in inputs if spec.is_mask}
-    varying = [spec for spec in inputs if spec.longest is not None or spec.shape[:1] in masks]
-    length = varying[0].shape[0] if varying else 1
-    if length == 1:
+    names = name_modules(module)
+    first = {name or ".": names[part] for name, part in module.named_modules(remove_duplicate=False)}
+    seen = recorder.make_boundaries({point: each.info for point, each in recorder.tensors.items()})
+    resized: dict[Point, CallBoundary] = {}
+    for point, boundary in configured.boundaries.items():
+        other = seen.get(replace(point, layer=first.get(point.layer, "")))
+        if other is None or (other.order, other.refused) != (boundary.order, boundary.refused):
+            return None
+        pairs = list(zip(boundary.tensors, other.tensors, strict=False))
+        if len(boundary.tensors) != len(other.tensors) or not all(_differ_in_size(*pair) for pair in pairs):
+            return None
+        tensors = tuple(replace(info, shape=sized.shape) for info, sized in pairs)
+        resized[point] = replace(boundary, tensors=tensors)
+    if first.keys() != configured.layers.keys() or not seen.keys() <= resized.keys():
         return None
-    other = length // 2
-    specs = [replace(spec, shape=(other, *spec.shape[1:])) if spec in varying else spec for spec in inputs]
-    recorded = try_forward(recorder.watch, run, copy_row(make_noise(specs, device, dtype)))
-    return (length, other) if recorded is not None else None
+    return configured.with_boundaries(number_patches(resized, prefix))
 
 
-class CallTimer:
-    """When the calls of one forward began and ended, in the order in which they did; ``total`` are its seconds."""
+def _differ_in_size(info: TensorInfo, other: TensorInfo) -> bool:
+    """Whether nothing else than sizes may differ.
 
-    def __init__(self, module: nn.Module, run: Forward, inputs: Mapping[str, Tensor], device: torch.device) -> None:
-        self._marks = [0.0]
+    In which order several entries for a row lie among those of other rows, one entry does not tell.
+    """
+    is_same = (info.path, info.dtype, len(info.shape)) == (other.path, other.dtype, len(other.shape))
+    return is_same and (info.entries_per_row > 1 or info.row_axis is None or other.shape[info.row_axis] == 1)
 
-        def note(*_: object) -> None:
-            transfer.synchronize(device)
-            self._marks.append(time.perf_counter() - start)
 
-        with observe_calls(module, note, note):
-            transfer.synchronize(device)
-            start = time.perf_counter()
-            run(inputs)
-        self.total = max(self._marks[-1], 1e-9)
+def _time_calls(module: nn.Module, run: Forward, row: Inputs, device: torch.device) -> list[float]:
+    """When the calls of a forward began and ended, in seconds: of the fastest of a few, or of a single slow one."""
+    forwards: list[list[float]] = []
+    while len(forwards) < MAX_TIMED and sum(marks[-1] for marks in forwards) < ENOUGH_S:
+        forwards.append(_mark_calls(module, run, row, device))
+    return min(forwards, key=lambda marks: marks[-1])  # noise only adds time
 
-    def get_cost(self, order: float) -> float:
-        """The share of the whole forward spent when the last call up to a place in it began or ended, 0 to 1."""
-        return round(min(self._marks[min(int(order), len(self._marks) - 1)] / self.total, 1.0), 4)
+
+def _mark_calls(module: nn.Module, run: Forward, row: Inputs, device: torch.device) -> list[float]:
+    marks = [0.0]
+
+    def note(*_: object) -> None:
+        transfer.synchronize(device)
+        marks.append(time.perf_counter() - start)
+
+    with observe_calls(module, note, note):
+        transfer.synchronize(device)
+        start = time.perf_counter()
+        run(row)
+    return marks
+
+
+def _get_cost(marks: Sequence[float], order: float) -> float:
+    """The share of the whole forward spent when the last call up to a place in it began or ended, 0 to 1."""
+    return round(min(marks[min(int(order), len(marks) - 1)] / max(marks[-1], 1e-9), 1.0), 4)
+
+
+def _list_varying(inputs: Sequence[InputSpec]) -> list[InputSpec]:
+    """The inputs that have a text's length on their first axis."""
+    masks = {spec.shape for spec in inputs if spec.is_mask}
+    return [spec for spec in inputs if spec.longest is not None or spec.shape[:1] in masks]
 
 
 @contextmanager
@@ -151,126 +190,93 @@ def name_input_errors(inputs: Sequence[InputSpec]) -> Iterator[None]:
         raise InputError(detail, hint=IN_THE_LOG) from error
 
 
-@dataclass(frozen=True)
-class CatalogBuilder:
-    """Puts together what the recorders of one row ``alone`` and of ``several`` saw, and the timer.
+def _describe_tensors(
+    alone: CallRecorder, several: CallRecorder, unproven: frozenset[Point] | None
+) -> tuple[dict[Point, TensorInfo], bool]:
+    """What a catalog says of each tensor, by what one row and several showed, and whether rows affect each other.
 
-    ``several`` is ``alone`` again where the module can't take several rows; ``prefix`` counts the tokens that stand
-    before the patches. ``other_length`` saw a text of another length, which tells what grows with it; ``lengths`` are
-    those of both, None if it saw none. ``unproven``: which tensors hold rows that may not be their own; None if the
-    output does.
+    ``unproven``: the tensors that hold rows that may not be their own; None if the output does.
     """
-
-    module: nn.Module
-    alone: CallRecorder
-    several: CallRecorder
-    timer: CallTimer
-    prefix: int
-    other_length: CallRecorder
-    lengths: tuple[int, int] | None
-    unproven: frozenset[Place] | None
-
-    def build(self) -> Catalog:
-        """The catalog, its layers in the order in which they first run."""
-        names = self.module.named_modules(remove_duplicate=False)
-        layers = [self._build_layer(name or ".", part) for name, part in names]
-        layers.sort(key=lambda layer: layer.calls[0].input.order if layer.calls else math.inf)
-        return Catalog(
-            number_patches({layer.name: layer for layer in layers}, self.prefix),
-            self.timer.total,
-            self._crosses_rows,
-            batches=self.several is not self.alone,
-            has_functions=self.alone.has_functions,
-        )
-
-    @cached_property
-    def _crosses_rows(self) -> bool:
-        calls = self.several.calls.get(self.module, [])
-        outputs = [(call.address, path, each) for call in calls for path, each in call.tensors["output"].items()]
-        return self.unproven is None or any(
-            each.info.crosses_rows or (address, "output", path) in self.unproven for address, path, each in outputs
-        )
-
-    def _build_layer(self, name: str, module: nn.Module) -> Layer:
-        calls = tuple(map(self._build_call, self.alone.calls.get(module, [])))
-        parameters = sum(parameter.numel() for parameter in module.parameters())
-        is_leaf = next(module.children(), None) is None
-        kind = type_before_parametrizations(module).__name__
-        return Layer(name, kind, is_leaf, parameters, calls, tuple(_find_hazards(module, bool(calls))))
-
-    def _build_call(self, alone: CallObservation) -> Call:
-        """A call of a module, or of a function in one."""
-        several = self.several.find(alone.address) or alone
-        build = partial(self._build_boundary, alone, several)
-        attention, sinks = build("attention"), build("attention_sink")
-        functions: dict[str, Call] = {}
-        # If a forward of several rows calls other functions, numbers do not tell which is which.
-        if _describe_functions(alone) == _describe_functions(several):
-            calls = alone.functions.items()
-            functions = {name: self._build_call(call) for name, call in calls if call.tensors["output"]}  # not len()
-        return Call(
-            build("input"),
-            build("output"),
-            attention if attention.tensors else None,
-            functions,
-            sinks if sinks.tensors else None,
-            self._find_origins(alone),
-            alone.is_view or several.is_view,
-        )
-
-    def _find_origins(self, call: CallObservation) -> Mapping[Path, Point]:
-        """Where inputs of a call come from that others read too; none where functions, which may, are not recorded."""
-        if not self.alone.has_functions:
-            return {}
-        origins: dict[Path, Point] = {}
-        for path, (origin, boundary, there) in self.alone.find_origins(call):
-            module, number, function = origin.address
-            site: Site = "input" if boundary == "input" else "output"
-            origins[path] = Point(self._names[module], number, there, site, function)
-        return origins
-
-    @cached_property
-    def _names(self) -> Mapping[nn.Module, str]:
-        return {module: name or "." for name, module in self.module.named_modules()}
-
-    def _build_boundary(self, alone: CallObservation, several: CallObservation, boundary: Site) -> CallBoundary:
-        longer = self.other_length.find(alone.address)
-        others = longer.tensors[boundary] if longer is not None else {}
-        seen = alone.tensors[boundary]
-        tensors = tuple(
-            self._complete(
-                each.info, seen[path].axes, others.get(path), (several.address, boundary, path) in (self.unproven or ())
-            )
-            for path, each in several.tensors[boundary].items()
-        )
-        order = alone.start if boundary == "input" else alone.end
-        return CallBoundary(order, self.timer.get_cost(order), tensors, alone.refused.get(boundary, ()))
-
-    def _complete(self, info: TensorInfo, axes: Axes, other: Observation | None, unproven: bool) -> TensorInfo:
-        """What a catalog says of a tensor, with what the other forwards tell: ``other`` is of another length."""
+    suspect = {point for point, each in several.tensors.items() if each.info.crosses_rows}.union(unproven or ())
+    crosses_rows = unproven is None or any(
+        (point.layer, point.site, point.function) == (".", "output", "") for point in suspect
+    )
+    unlike, origins = alone.find_unlike_functions(several), alone.find_origins()
+    infos: dict[Point, TensorInfo] = {}
+    for point, each in several.tensors.items():
+        if point.function and (point.layer, point.call) in unlike:
+            continue
+        info, axes = each.info, alone.tensors[point].axes
         if not info.source:
             missing = make_axes((1,) * (len(info.shape) - len(axes)))  # the axis of a single row, squeezed away
             info = replace(info, layout=name_axes((*missing, *axes), info.row_axis))
         # One row at a time, whatever has an axis for rows holds that one.
-        crosses_rows = (info.crosses_rows or unproven) and info.row_axis is None
-        alone = (info.crosses_rows or unproven) and info.row_axis is not None and not self._crosses_rows
-        info = replace(info, crosses_rows=crosses_rows, alone=alone)
-        if crosses_rows or self.lengths is None or other is None or len(other.info.shape) != len(info.shape):
+        mixed = point in suspect
+        infos[point] = replace(
+            info,
+            crosses_rows=mixed and info.row_axis is None,
+            alone=mixed and info.row_axis is not None and not crosses_rows,
+            origin=origins.get(point),
+        )
+    return infos, crosses_rows
+
+
+def _find_tokens(info: TensorInfo, half: TensorInfo | None, length: int) -> TensorInfo:
+    """The same with the axes that grow with a text, as ``half`` tells: the same tensor of a text of half the length."""
+    if info.crosses_rows or half is None or len(half.shape) != len(info.shape):
+        return info
+    sizes = zip(info.shape, half.shape, strict=True)
+    grown = {axis: pair for axis, pair in enumerate(sizes) if len(set(pair)) > 1}
+    token_axes = tuple(axis for axis, pair in grown.items() if pair == (length, length // 2))
+    return replace(info, token_axes=token_axes, merges_tokens=len(grown) > len(token_axes))
+
+
+def number_patches(boundaries: Mapping[Point, CallBoundary], prefix: int) -> dict[Point, CallBoundary]:
+    """The same with the prefix and the grid of each tensor, as the forward's feature maps tell.
+
+    A transformer's patches come of such a map: of a convolution whose strides are the patches.
+    """
+    maps = defaultdict[int, set[tuple[int, ...]]](set)  # their sizes, by how many positions they have
+    for point, boundary in boundaries.items():
+        for info in boundary.tensors if point.site == "output" and not point.function else ():
+            if info.layout in ("NCHW", "NCTHW"):
+                maps[prod(info.shape[2:])].add(info.shape[2:])
+
+    def number(info: TensorInfo) -> TensorInfo:
+        if info.source:  # attention: its keys
+            tokens = info.shape[-1]
+            is_whole = tokens <= prefix
+        elif info.layout in ("NTC", "TNC") and info.entries_per_row == 1:
+            tokens = info.size("T")
+            # As many tokens as a map has positions means that no class token is among them.
+            is_whole = tokens <= prefix or tokens in maps
+        else:
             return info
-        sizes = zip(info.shape, other.info.shape, strict=True)
-        grown = {axis: pair for axis, pair in enumerate(sizes) if len(set(pair)) > 1}
-        token_axes = tuple(axis for axis, pair in grown.items() if pair == self.lengths)
-        return replace(info, token_axes=token_axes, merges_tokens=len(grown) > len(token_axes))
+        own = 0 if is_whole else prefix
+        grids = [(size[0], size[1]) for size in maps.get(tokens - own, ()) if len(size) == 2]
+        return replace(info, prefix=own, grid_size=grids[0] if len(grids) == 1 else None)
+
+    return {
+        point: boundary
+        if point.site == "attention_sink"
+        else replace(boundary, tensors=tuple(map(number, boundary.tensors)))
+        for point, boundary in boundaries.items()
+    }
 
 
-def _describe_functions(call: CallObservation) -> Mapping[str, tuple[set[Path], set[Path], int]]:
-    return {name: function.describe_tensors() for name, function in call.functions.items()}
-
-
-def _find_hazards(module: nn.Module, is_called: bool) -> Iterator[str]:
-    if getattr(module, "inplace", False) is True:
-        yield "inplace"
-    if not is_called:
-        yield "scripted" if isinstance(module, torch.jit.ScriptModule) else "never_called"
-    if isinstance(module, nn.MultiheadAttention) or "attention" in type(module).__name__.lower():
-        yield "attention"
+def _describe_layer(name: str, module: nn.Module, calls: Sequence[Call]) -> Layer:
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    hazards = {
+        "inplace": getattr(module, "inplace", False) is True,
+        "scripted": not calls and is_scripted,
+        "never_called": not calls and not is_scripted,
+        "attention": any(call.attention is not None for call in calls),
+    }
+    return Layer(
+        name,
+        type_before_parametrizations(module).__name__,
+        next(module.children(), None) is None,
+        sum(parameter.numel() for parameter in module.parameters()),
+        tuple(calls),
+        tuple(hazard for hazard, is_so in hazards.items() if is_so),
+    )

@@ -26,9 +26,9 @@ class MarkedMemory:
                 self._addresses.add(storage._cdata)
                 weakref.finalize(storage, self._addresses.discard, storage._cdata)
 
-    def unmark(self, tensor: Tensor) -> None:
-        """Forget the memory of a tensor."""
-        self._addresses.discard(tensor.untyped_storage()._cdata)
+    def unmark(self, tensors: Iterable[Tensor]) -> None:
+        """Forget the memory of these tensors."""
+        self._addresses.difference_update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def has_any(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of these lies in marked memory."""
@@ -39,7 +39,7 @@ class MarkedMemory:
         if func._schema.name in SHAPES_ONLY:
             return False
         if func._schema.name == "aten::copy_" and not self.has_any(args[1:2]) and _fills_storage(args[0]):
-            self.unmark(args[0])
+            self.unmark(args[:1])
             return False
         if not self.has_any(find_tensors((args, options))):
             return False

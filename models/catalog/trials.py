@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,34 +24,23 @@ ROUNDING = TOLERANCE["float32"]  # whatever the model computes in: the same kern
 SHORT, LONG, IN_FRONT = 5, 64, 3  # tokens of a text, at most of its neighbour, of padding in front
 
 
-class RepeatedRun:
-    """A forward of a row that is repeated later, behind others, and compared; ``seconds``: CPU time of the first.
+def run_alone(run: Forward, row: Inputs) -> TensorsByPath:
+    """A copy of what a model returns for a row, on one thread without hooks: kernels that differ round otherwise."""
+    with use_threads(1):
+        output = run(copy_rows(row))  # it may write to its input
+        return TensorsByPath((path, tensor.clone()) for path, tensor in iterate_tensors(output))
 
-    All run on one thread and without hooks: kernels that differ only round otherwise.
+
+def is_same_again(run: Forward, row: Inputs, output: TensorsByPath) -> bool:
+    """Whether the row, behind a turned and a loud one, twice gives the same, but for adding in another order.
+
+    Meanwhile no construction sets the generator back, so that the two runs draw different random numbers.
     """
-
-    def __init__(self, run: Forward, row: Inputs) -> None:
-        self._run = run
-        self._row = row
-        start = time.thread_time()
-        self._output = self._run_alone()
-        self.seconds = time.thread_time() - start
-
-    def is_same_again(self) -> bool:
-        """Whether the row, behind a turned and a loud one, twice gives the same, but for adding in another order.
-
-        Meanwhile no construction sets the generator back, so that the two runs draw different random numbers.
-        """
-        for change in (_turn, lambda value: value * LOUDER):
-            floats = {name: change(value) for name, value in self._row.items() if value.is_floating_point()}
-            try_forward(self._run, copy_rows(self._row) | floats)
-        with draw_alone():
-            return all(has_same_values(self._output, self._run_alone(), ROUNDING) for _ in range(2))
-
-    def _run_alone(self) -> TensorsByPath:
-        with use_threads(1):
-            output = self._run(copy_rows(self._row))  # it may write to its input
-            return TensorsByPath((path, tensor.clone()) for path, tensor in iterate_tensors(output))
+    for change in (_turn, lambda value: value * LOUDER):
+        floats = {name: change(value) for name, value in row.items() if value.is_floating_point()}
+        try_forward(run, copy_rows(row) | floats)
+    with draw_alone():
+        return all(has_same_values(output, run_alone(run, row), ROUNDING) for _ in range(2))
 
 
 def _turn(value: Tensor) -> Tensor:

@@ -132,10 +132,9 @@ def _find_shared_inputs(changes: Iterable[ResolvedIntervention], catalog: Catalo
         call = f"#{point.call}" if len(catalog.layers[point.layer].calls) > 1 else ""
         return escape(point.format_name(call) + (":input" if point.site == "input" else ""))
 
-    for point in (change.point for change in changes if change.point.site == "input"):
-        origin = get_call(point, catalog).origins.get(point.path)
-        if origin is not None:
-            yield f"{format_selector(point)} (for all of them change {format_selector(origin)})"
+    for change in changes:
+        if change.point.site == "input" and change.info.origin is not None:
+            yield f"{format_selector(change.point)} (for all of them change {format_selector(change.info.origin)})"
 
 
 @dataclass(frozen=True)

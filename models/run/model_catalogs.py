@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.catalog.resized_catalog import CallsDifferError, SizeRecorder, resize_catalog
-from layertap.models.catalog.survey import name_input_errors, survey
-from layertap.models.catalog.trials import RepeatedRun, try_padding
+from layertap.models.catalog.sketch import NO_SKETCH
+from layertap.models.catalog.survey import name_input_errors, resize_catalog, survey
+from layertap.models.catalog.trials import is_same_again, run_alone, try_padding
 from layertap.models.devices import memory
 from layertap.models.devices.devices import use_threads
 from layertap.models.errors import SelectorError, out_of_memory_error
@@ -36,7 +38,6 @@ from layertap.models.spec import InputSpec, Shapes
 MAX_CATALOGS = 16  # one for each recent shape of input; texts of 8 to 131,072 tokens have 15 lengths
 MAX_RESUMPTIONS = 16  # one for each recent layer to resume from, and shape of input
 MAX_GRAD_CAM_LAYERS = 32  # one for each recent objective of Grad-CAM, classes aside
-UNLIKE = 4.0  # a forward of another shape that takes so many times as long as expected counts as it is
 QUICK_S = 0.5  # CPU-seconds of a forward for which one thread is enough: further threads would only spin
 
 
@@ -75,15 +76,17 @@ def _survey(
     row = make_noise_row(inputs.specs, device, inputs.dtype)
     with torch.no_grad():
         with name_input_errors(inputs.specs):
-            run = RepeatedRun(forward, row)
+            start = time.thread_time()
+            output = run_alone(forward, row)
+            seconds = time.thread_time() - start
             forward.settle()
-        with use_threads(1 if run.seconds < QUICK_S else torch.get_num_threads()):
+        with use_threads(1 if seconds < QUICK_S else torch.get_num_threads()):
             catalog = survey(
                 forward.module, inputs.specs, forward, device, prefix_tokens, inputs.dtype, tolerance=tolerance
             )
             padding = try_padding(forward, inputs.text, device, tolerance) if inputs.text else None
         stops = may_stop(forward, row)
-        is_same = run.is_same_again()
+        is_same = is_same_again(forward, row, output)
     forward.restore(thorough=True)
     state = tuple(sorted(forward.found))
     traits = replace(catalog.traits, state=state, stops=stops, deterministic=is_same)
@@ -200,11 +203,9 @@ class ModelCatalogs(CatalogCache):
         if catalog is None:
             specs = self._inputs.with_shapes(shapes)
             with _running(self._forward, self._threads):
-                try:
-                    catalog = self._resize(specs)
-                except CallsDifferError:
+                catalog = self._resize(specs)
+                if catalog is None:
                     catalog = self._survey(specs)
-                    # Memory is measured; time is scaled from that of the configured shape.
                     row_bytes = _measure_row_bytes(self._forward, self._make_row(specs), self._device)
                     per_row = self.configured.costs.per_row * catalog.seconds / self.configured.seconds
                     costs = replace(self.configured.costs, per_row=per_row, row_bytes=row_bytes)
@@ -213,7 +214,7 @@ class ModelCatalogs(CatalogCache):
         if functions and not catalog.has_functions:
             with _running(self._forward, self._threads):
                 other = self._survey(self._inputs.with_shapes(shapes), functions=True)
-            catalog = catalog.with_functions(other)
+            catalog = replace(other, seconds=catalog.seconds, costs=catalog.costs, tower=catalog.tower)
             self.put_catalog(shapes, catalog)
         return catalog
 
@@ -276,29 +277,27 @@ class ModelCatalogs(CatalogCache):
         crosses_rows = catalog.crosses_rows or not traits.deterministic or self.crossing is not None
         return replace(catalog, crosses_rows=crosses_rows, traits=traits)
 
-    def _resize(self, specs: Sequence[InputSpec]) -> Catalog:
-        """The catalog of another shape by one forward; CallsDifferError if that is not enough."""
+    def _resize(self, specs: Sequence[InputSpec]) -> Catalog | None:
+        """The catalog of another shape by its sizes and time; None if that is not enough."""
         if self._inputs.mask is not None or any(spec.longest for spec in specs):
-            raise CallsDifferError  # for texts everything may depend on the length, and there are few lengths
-        recorder = SizeRecorder(self._module)
+            return None  # for texts everything may depend on the length, and there are few lengths
+        recorder = CallRecorder(self._module, look=lambda tensor: NO_SKETCH)
         watch = partial(recorder.watch, self._forward)
-        threads = self._threads if self.configured.costs.speedup > 1 else 1  # as many as a request's forward uses
+        costs = self.configured.costs
+        threads = self._threads if costs.speedup > 1 else 1  # as many as a request's forward uses
         with torch.no_grad(), use_threads(threads), name_input_errors(specs):
             row = make_noise(specs, self._device, self._inputs.dtype, rows=1)
             row_bytes, seconds = time_call(
                 lambda: memory.measure_peak_bytes(watch, row, self._module, self._device), self._device
             )
-        catalog = resize_catalog(self.configured, self._module, recorder, self._prefix_tokens)
-        costs = replace(catalog.costs, row_bytes=row_bytes)
-        speedup = costs.speedup if threads > 1 else 1.0
-        unlike = UNLIKE * costs.estimate_seconds(1)
-        if seconds * speedup > unlike and seconds < QUICK_S:  # what watches it may be the reason
-            with torch.no_grad(), use_threads(threads):
+            if seconds < QUICK_S:  # what watches it takes a part of that
                 _, seconds = time_call(lambda: self._forward(copy_rows(row)), self._device)
-        if seconds * speedup > unlike:
-            catalog = replace(catalog, seconds=catalog.seconds * seconds * speedup / costs.estimate_seconds(1))
-            costs = replace(costs, per_row=seconds * speedup - costs.base)
-        return replace(catalog, costs=costs)
+        catalog = resize_catalog(self.configured, self._module, recorder, self._prefix_tokens)
+        if catalog is None:
+            return None
+        on_one_thread = seconds * (costs.speedup if threads > 1 else 1.0)
+        per_row = max(on_one_thread - costs.base, costs.per_row * seconds / self.configured.seconds)
+        return replace(catalog, seconds=seconds, costs=replace(costs, per_row=per_row, row_bytes=row_bytes))
 
     def _make_row(self, specs: Sequence[InputSpec]) -> dict[str, Tensor]:
         return make_noise_row(specs, self._device, self._inputs.dtype)

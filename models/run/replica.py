@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.catalog.call_recorder import CallRecorder
-from layertap.models.catalog.observations import Sketch
+from layertap.models.catalog.sketch import Sketch
 from layertap.models.devices.dispatch_mode import disable_compiled_functions
 from layertap.models.errors import LoadError, escape
 from layertap.models.hooks import attach
 from layertap.models.inputs.noise import ROWS, copy_row, copy_rows
+from layertap.models.points import Point
 from layertap.models.run.extractor import FeatureExtractor
 from layertap.models.run.module_state import ModuleState
 
@@ -208,17 +209,13 @@ def has_same_calls(one: KeptForward, copy: KeptForward, rows: Mapping[str, Tenso
     finally:
         one.restore()
         copy.restore()
-    return list(calls) == list(copy_calls) and all(sketch.matches(copy_calls[place]) for place, sketch in calls.items())
+    return list(calls) == list(copy_calls) and all(sketch.matches(copy_calls[point]) for point, sketch in calls.items())
 
 
-def _sketch_calls(forward: KeptForward, rows: Mapping[str, Tensor]) -> dict[object, Sketch]:
-    """All tensors of a forward, whose row no other forward at loading runs last, by the number of their module."""
-    numbers = {part: number for number, part in enumerate(forward.module.modules())}
-    sketches = CallRecorder(forward.module).watch(forward, copy_row(rows, ROWS - 1)).list_sketches()
-    return {
-        (numbers[module], call, boundary, path): sketch
-        for ((module, call, _), boundary, path), sketch in sketches.items()
-    }
+def _sketch_calls(forward: KeptForward, rows: Mapping[str, Tensor]) -> dict[Point, Sketch]:
+    """All tensors of a forward, whose row no other forward at loading runs last."""
+    recorder = CallRecorder(forward.module).watch(forward, copy_row(rows, ROWS - 1))
+    return {point: each.sketch for point, each in recorder.tensors.items()}
 
 
 def _list_tensors(module: nn.Module) -> list[Tensor]:

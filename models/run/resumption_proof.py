@@ -15,15 +15,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog.call_recorder import CallRecorder
-from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer
-from layertap.models.catalog.observations import Observation, Place
+from layertap.models.catalog.call_recorder import CallRecorder, name_modules
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog
+from layertap.models.catalog.sketch import NO_SKETCH, Sketch
 from layertap.models.catalog.taint import Taint
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
-from layertap.models.hooks.attach import attach_at, observe_calls
-from layertap.models.hooks.tensor_tree import Path, iterate_tensors, replace_tensor
+from layertap.models.hooks.attach import OnModuleCall, attach_at, observe_calls
+from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
 from layertap.models.plan.plan import Tap, get_boundary, get_call
-from layertap.models.points import Point, Site
+from layertap.models.points import ATTENTION, Point
 from layertap.models.run.resumption import (
     Placeholder,
     Resumption,
@@ -36,7 +36,6 @@ from layertap.models.spec import InputSpec
 
 SMALLEST = 1e-4  # the smallest share of a forward's cost that remains, after its last layer
 CallNumbers = tuple[int | None, ...]  # for each call of a module in a resumed forward: its number if skipped, else None
-UNKNOWN = -1  # numbers that are left out of a sketch: no sketch has so many, so that it matches none
 
 
 def verify_resumable(
@@ -58,11 +57,14 @@ def verify_resumable(
     skipped = find_skipped_calls(module, point, catalog)
     first = {name: value[:1].clone() for name, value in batch.items()}
     others = {name: value[1:2].clone() if catalog.crosses_rows else value[1:].clone() for name, value in batch.items()}
-    whole, resumed, sent = CallRecorder(module), ResumedRecorder(module, point, skipped), list[Tensor]()
+    taint, sent = Taint(), list[Tensor]()
+    whole = CallRecorder(module)
+    # What depends on what skipped calls return equals nothing.
+    resumed = CallRecorder(module, look=lambda each: NO_SKETCH if taint.reaches(each) else Sketch.from_tensor(each))
 
     def run_tainted(batch: Inputs) -> object:
-        resumed.taint.marked.mark(batch.values())
-        with resumed.taint:
+        taint.marked.mark(batch.values())
+        with taint:
             return run(batch)
 
     try:
@@ -72,13 +74,14 @@ def verify_resumable(
                 whole.watch(run, others)
             placeholders = collect_placeholders(module, run, first, skipped, catalog)
             draft = Resumption(start, catalog, inputs, dtype, placeholders)
-            resumed.watch(lambda batch: draft.forward(run_tainted, module, batch["sent"]), {"sent": sent[-1]})
+            with observe_calls(module, lambda *_: None, create_marker(taint, module, point, skipped)):
+                resumed.watch(lambda batch: draft.forward(run_tainted, module, batch["sent"]), {"sent": sent[-1]})
     except Exception as error:  # a model may raise anything on NaN: it can't resume
         if is_device_error(error):
             raise
         raise not_resumable_error(point) from error
-    seen = resumed.list_sketches()
-    same = {place for place, sketch in whole.list_sketches().items() if place in seen and sketch.matches(seen[place])}
+    seen = resumed.tensors
+    same = {key for key, each in whole.tensors.items() if key in seen and each.sketch.matches(seen[key].sketch)}
     return replace(draft, catalog=build_catalog(module, point, catalog, skipped, same))
 
 
@@ -105,32 +108,18 @@ def collect_placeholders(
     }
 
 
-class ResumedRecorder(CallRecorder):
-    """Records a forward in which some calls are skipped; what depends on what these return equals nothing.
+def create_marker(taint: Taint, module: nn.Module, point: Point, skipped: Mapping[str, CallNumbers]) -> OnModuleCall:
+    """A callback that marks what a skipped call returns, all but the tensor that was sent, which ``point`` is."""
+    calls = {module.get_submodule(name): numbers for name, numbers in skipped.items()}
+    start = None if point.function else locate(point, module)[0]
 
-    Of a skipped call everything is unknown but the tensor that was sent, which ``point`` is.
-    """
+    def mark(part: nn.Module, call: int, value: object) -> None:
+        numbers = calls.get(part, ())
+        if call < len(numbers) and numbers[call] is not None:
+            sent = point.path if part is start and call == len(numbers) - 1 else None
+            taint.marked.mark(tensor for path, tensor in iterate_tensors(value) if path != sent)
 
-    def __init__(self, module: nn.Module, point: Point, skipped: Mapping[str, CallNumbers]) -> None:
-        super().__init__(module)
-        self.taint = Taint()
-        self._point = point
-        self._start = None if point.function else locate(point, module)[0]
-        self._skipped = {module.get_submodule(name): calls for name, calls in skipped.items()}
-
-    def _record_outputs(self, module: nn.Module, number: int, value: object) -> None:
-        numbers = self._skipped.get(module, ())
-        if number < len(numbers) and numbers[number] is not None:
-            is_start = module is self._start and number == len(numbers) - 1
-            sent = self._point.path if is_start else None
-            self.taint.marked.mark(tensor for path, tensor in iterate_tensors(value) if path != sent)
-        super()._record_outputs(module, number, value)
-
-    def _observe(self, path: Path, tensor: Tensor, earlier: Observation | None) -> Observation:
-        observation = super()._observe(path, tensor, earlier)
-        if self.taint.reaches(tensor):
-            observation.sketch = replace(observation.sketch, masked=UNKNOWN)
-        return observation
+    return mark
 
 
 def find_skipped_calls(module: nn.Module, point: Point, catalog: Catalog) -> dict[str, CallNumbers]:
@@ -176,36 +165,30 @@ def _ends_before(call: Call, start: Call) -> bool:
 
 
 def build_catalog(
-    module: nn.Module, point: Point, catalog: Catalog, skipped: Mapping[str, CallNumbers], same: Set[Place]
+    module: nn.Module, point: Point, catalog: Catalog, skipped: Mapping[str, CallNumbers], same: Set[Point]
 ) -> Catalog:
     """The catalog of the tensors that were the ``same`` in a whole forward and in a resumed one."""
     spent = get_boundary(point, catalog).cost
     rest = max(1.0 - spent, SMALLEST)
-    skipped_calls = {(module.get_submodule(name), number) for name, calls in skipped.items() for number in calls}
-
-    def select(boundary: CallBoundary, call: tuple[nn.Module, int], side: Site) -> CallBoundary:
-        tensors = tuple(info for info in boundary.tensors if ((*call, ""), side, info.path) in same)
-        return replace(boundary, cost=round(max(boundary.cost - spent, 0.0) / rest, 4), tensors=tensors)
-
-    def build_call(part: nn.Module, number: int, call: Call) -> Call:
-        key = part, number
-        before, after = select(call.input, key, "input"), select(call.output, key, "output")
-        counts = [len(each.tensors) for each in (before, after)]
-        is_whole = key not in skipped_calls and counts == [len(each.tensors) for each in (call.input, call.output)]
-        weights, sinks = (
-            replace(each, cost=after.cost) if each and is_whole else None for each in (call.attention, call.sinks)
-        )
-        return Call(before, after, weights, sinks=sinks)
-
-    def build_layer(layer: Layer) -> Layer:
-        part = module.get_submodule("" if layer.name == "." else layer.name)
-        return replace(layer, calls=tuple(build_call(part, *pair) for pair in enumerate(layer.calls)))
-
+    names = name_modules(module)
+    first = {name or ".": names[part] for name, part in module.named_modules(remove_duplicate=False)}
+    skipped_calls = {(first[name or "."], number) for name, calls in skipped.items() for number in calls}
+    boundaries: dict[Point, CallBoundary] = {}
+    cut: set[tuple[str, int]] = set()  # calls of which something is left out: their attention is, too
+    for key, boundary in catalog.boundaries.items():
+        call = first[key.layer], key.call
+        if key.site in ATTENTION and (call in cut or call in skipped_calls):
+            continue
+        tensors = tuple(info for info in boundary.tensors if Point(*call, info.path, key.site) in same)
+        if key.site in ATTENTION:
+            tensors = boundary.tensors
+        elif len(tensors) < len(boundary.tensors):
+            cut.add(call)
+        cost = round(max(boundary.cost - spent, 0.0) / rest, 4)
+        boundaries[key] = replace(boundary, cost=cost, tensors=tensors)
     return replace(
-        catalog,
-        layers={name: build_layer(layer) for name, layer in catalog.layers.items()},
+        catalog.with_boundaries(boundaries),
         seconds=catalog.seconds * rest,
         costs=replace(catalog.costs, base=catalog.costs.base * rest, per_row=catalog.costs.per_row * rest),
         start=format_point(point),
-        has_functions=False,
     )
