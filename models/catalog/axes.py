@@ -1,7 +1,7 @@
-"""Axes of tensors in one forward: what operations worked along them, and which letters of a layout that proves.
+"""Axes of tensors in one forward: which operations worked along them, and which letters of a layout that proves.
 
-Evidence is "C" for channels and "P" for positions, small where the operation alone is no proof: a linear layer may
-mix positions, a pooling may be one over channels. H, W and T say which position of a picture or video it is.
+Evidence is "C" for channels and "P" for positions, in lower case if the operation alone is no proof: a linear layer
+may mix positions, a pooling may be over channels. H, W and T say which position of a picture or video it is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from math import prod
 
 ATTENTION = "NAQK"  # rows, heads, queries, keys
 PLACES = {2: "HW", 3: "THW"}
-MOST = 5  # axes of a tensor of which positions have names: more have those of windows, or of parts of channels
+MOST = 5  # axes of a tensor whose positions are named: more axes are those of windows, or of parts of channels
 
 
 class Axis:
@@ -84,7 +84,7 @@ class Axis:
         return places
 
     def note(self, evidence: str) -> None:
-        """An operation worked along it; of positions that were merged it worked along each."""
+        """Note that an operation worked along it, and along each of the positions that it was merged of."""
         self.find().evidence |= set(evidence)
         for part in self.parts if evidence in "pP" else ():
             part.note(evidence)
@@ -98,7 +98,7 @@ class Axis:
         return resized
 
     def split(self, sizes: Sequence[int]) -> Axes:
-        """Axes that have its entries together, the last of which moves fastest."""
+        """Axes that hold its entries together, the last one innermost."""
         found = make_axes(sizes)
         kept = [axis for axis in found if axis.size != 1]
         for index, axis in enumerate(kept):
@@ -107,7 +107,7 @@ class Axis:
 
     @staticmethod
     def merge(axes: Sequence[Axis]) -> Axis:
-        """The axis that has the entries of some, the last of which moves fastest."""
+        """The axis that holds the entries of several, the last one innermost."""
         parts = tuple(axis for axis in axes if axis.size != 1)
         if len(parts) < 2:
             return (*parts, *axes)[0]
@@ -163,7 +163,7 @@ def _regroup(axes: list[Axis], sizes: list[int]) -> Axes:
 
 
 def name_axes(axes: Axes, row_axis: int | None) -> str | None:
-    """The layout of a tensor, with ? for axes that nothing proves; None if there are no other."""
+    """The layout of a tensor, with ? for axes that nothing proves; None if no other axis than N is proven."""
     if row_axis is None:
         return None
     if row_axis == 0 and len(axes) <= 2:  # nothing but channels follows the rows
@@ -187,7 +187,7 @@ def name_axes(axes: Axes, row_axis: int | None) -> str | None:
 
 
 def _find_channel(kinds: Sequence[str], row_axis: int) -> int | None:
-    """The one axis with the best evidence for channels; None where two have it, or two were mixed by linear layers."""
+    """The axis with the best evidence for channels; None if two have it, or linear layers mixed two."""
     for kind, rivals in (("C", ()), ("c", ("cp",))):
         if found := [index for index, each in enumerate(kinds) if each in (kind, *rivals) and index != row_axis]:
             return found[0] if len(found) == 1 and kinds[found[0]] == kind else None
@@ -195,7 +195,7 @@ def _find_channel(kinds: Sequence[str], row_axis: int) -> int | None:
 
 
 def _name_positions(axes: Sequence[Axis]) -> Sequence[str]:
-    """H, W and T as evidence says; in their usual order where it says so much and no more."""
+    """H, W and T as evidence says; in their usual order if it names these letters, but not which axis has which."""
     places = [axis.get_places() for axis in axes]
     single = [min(each) if len(each) == 1 else "" for each in places]
     usual = PLACES.get(len(axes), "")

@@ -1,6 +1,6 @@
 """AxisTracker: follows the axes of every tensor through the operations of one forward, by a rule for each operation.
 
-What no rule knows gives axes of which nothing is known. No rule looks at numbers, or infers a kind from sizes.
+An operation without a rule returns unknown axes. No rule looks at numbers, or infers a kind from sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Rule = Callable[["Given", torch.Size], Axes]  # of what is returned, from its sh
 
 
 class AxisTracker(DispatchMode):
-    """While active, knows the axes of all tensors that exist, whichever object stands for one."""
+    """While active, knows the axes of every tensor by its memory, whichever Python object refers to it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -34,7 +34,7 @@ class AxisTracker(DispatchMode):
         self._rules: dict[object, tuple[Rule | None, tuple[str, ...]]] = {}  # with the names of what is given
 
     def start(self, inputs: Mapping[str, Tensor]) -> None:
-        """These are what the forward computes from."""
+        """Begin a forward that computes from these."""
         for tensor in inputs.values():
             self._set_axes(tensor, make_axes(tensor.shape), is_computed=True)
 
@@ -46,7 +46,7 @@ class AxisTracker(DispatchMode):
         return known.get(_locate(tensor)) or known.setdefault(_locate(tensor), make_axes(tensor.shape))
 
     def is_computed(self, value: object) -> bool:
-        """Whether a tensor depends on the inputs of the forward: it is no weight, and made of no weights alone."""
+        """Whether a tensor depends on the inputs of the forward, not on weights alone."""
         return _has_memory(value) and self._computed.has_any([value])
 
     def follow_recurrent(self, before: Axes, returned: object) -> None:
@@ -69,7 +69,7 @@ class AxisTracker(DispatchMode):
         given = Given(dict(zip(names, args, strict=False)) | dict(options), self)
         returned = [each for each in (out if isinstance(out, tuple | list) else [out]) if _has_memory(each)]
         is_computed = any(map(self.is_computed, given.list_tensors()))
-        if not returned or not (is_computed or func.is_view):  # views of weights are followed, and nothing else of them
+        if not returned or not (is_computed or func.is_view):  # of weights only views are followed
             return out
         try:
             axes = rule(given, returned[0].shape) if rule is not None else ()
@@ -87,7 +87,7 @@ class AxisTracker(DispatchMode):
             self._computed.mark([tensor])
 
     def _get_known(self, tensor: Tensor) -> dict[Geometry, Axes]:
-        """The axes of all tensors that look into the memory of one."""
+        """The axes of all tensors that share the memory of one."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._axes:
             self._axes[storage._cdata] = {}, weakref.ref(storage, partial(self._forget, storage._cdata))
@@ -127,7 +127,7 @@ class Given(dict[str, Any]):
             yield from (each for each in (value if isinstance(value, list | tuple) else [value]) if _has_memory(each))
 
     def list_dims(self, rank: int) -> list[int]:
-        """The dimensions that an operation is along, of so many; all of them where it names none."""
+        """The dimensions along which an operation works, all of ``rank`` where it names none."""
         dims = self.get("dim")
         dims = [dims] if isinstance(dims, int) else dims
         return [dim % max(rank, 1) for dim in dims] if dims else list(range(rank))
@@ -152,7 +152,7 @@ def note_places(axes: Sequence[Axis], evidence: str) -> None:
 
 
 def _join_all(operands: Sequence[Axes]) -> Axes:
-    """The axes of what is computed entry by entry; those that are not repeated along are of one kind."""
+    """The axes of what is computed entry by entry; those along which nothing is broadcast are of one kind."""
     found: list[Axis] = []
     for place in range(-max(map(len, operands)), 0):
         here = [axes[place] for axes in operands if len(axes) >= -place]
@@ -168,7 +168,7 @@ def _join(given: Given, shape: torch.Size) -> Axes:
 
 
 def _keep(given: Given, shape: torch.Size) -> Axes:
-    """Each axis stays what it is, though it may get another size."""
+    """Each axis keeps its kind, whatever its size."""
     return given.find_all([next(given.list_tensors())])[0]
 
 
@@ -212,7 +212,7 @@ def _cat(given: Given, shape: torch.Size) -> Axes:
 
 
 def _index(given: Given, shape: torch.Size) -> Axes:
-    """An axis that a list indexes stays what it is; a table of indices leaves its own axes."""
+    """An axis keeps its kind if one axis of indices selects from it; a table of indices brings its own axes."""
     axes, indices = given.find("self"), given["indices"]
     (place,) = (place for place, each in enumerate(indices) if each is not None)
     taken = given.find_all([indices[place]])[0]
@@ -226,12 +226,12 @@ def _embed(given: Given, shape: torch.Size) -> Axes:
 
 
 def _work(along: int, channels: str, places: str, made: str, given: Given, shape: torch.Size) -> Axes:
-    """An operation along the channels on one axis, and along the places behind it, or before it if it is the last.
+    """An operation along channels, on axis ``along``, and along places: the axes behind it, or before the last one.
 
-    The channels are made anew if there is evidence for those that are ``made``.
+    ``made`` is evidence for new channels of the result; empty if these are the same.
     """
     axes = list(given.find("input", "self", "X", "qx"))
-    # Beside a single channel anything may lie: ECA convolves over channels, a spectrogram has frequencies.
+    # Next to a single channel the places may be anything: ECA convolves over channels, a spectrogram has frequencies.
     if axes[along].size == 1:
         channels, places = channels.lower(), places.lower()
     note([axes[along]], channels)
@@ -245,7 +245,7 @@ def _work(along: int, channels: str, places: str, made: str, given: Given, shape
 
 
 def _multiply(left: str, right: str, given: Given, shape: torch.Size) -> Axes:
-    """A product of matrices: with a weight it works along channels, or mixes positions."""
+    """A product of matrices: one with a weight works along channels, or mixes positions."""
     (*rows, inner), (*_, other_inner, columns) = given.find(left), given.find(right)
     if not given.tracker.is_computed(given[right]):
         note([inner], "c")
@@ -259,7 +259,7 @@ def _multiply(left: str, right: str, given: Given, shape: torch.Size) -> Axes:
 
 
 def _unfold(given: Given, shape: torch.Size) -> Axes:
-    """Blocks are listed, the channels and places of each are its channels."""
+    """A list of blocks: the channels and places of each become its channels."""
     *rows, channels, height, width = _work(-3, "C", "P", "", given, shape)
     inside = Axis.merge([channels, *map(Axis.resize, (height, width), given["kernel_size"])])
     note([inside], "C")
@@ -305,6 +305,6 @@ RULES: Mapping[str, Rule] = {
     "(native_)?layer_norm|_?(fused_)?rms_norm": _normalize_last,
     ".*(batch|group|instance)_norm.*": partial(_work, 1, "C", "p", ""),
     "_?scaled_dot_product_.*": lambda given, shape: (*given.find("query")[:-1], given.find("value")[-1]),
-    # Those may be over channels as well: they are no proof.
+    # No proof: these may be over channels as well.
     **{rf".*(pool|upsample_[a-z]+){count}d.*": partial(_work, -1 - count, "c", "p", "") for count in (1, 2, 3)},
 }

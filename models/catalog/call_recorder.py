@@ -121,7 +121,7 @@ class CallRecorder:
         }
 
     def find_origins(self) -> dict[Point, Point]:
-        """Of inputs that others read too, which would not see them changed there: where they come from.
+        """Where inputs come from that other calls read too, which would not see a change of the input.
 
         Empty if functions, which may read them, are not recorded.
         """
@@ -175,7 +175,7 @@ class CallRecorder:
     def _record_function(
         self, module: nn.Module, key: tuple[int, str, Literal["input", "output"]], value: object
     ) -> None:
-        """Note what a function takes, or returns, that a call of a module calls; it may be other than that later."""
+        """Note what a function in a call of a module takes, or returns; the tensors may change later."""
         number, function, site = key
         side = Point(self._names[module], number, (), site, function)
         memory = {_get_address(tensor): get_version(tensor) for _, tensor in iterate_tensors(value)}
@@ -220,7 +220,7 @@ class CallRecorder:
         return Observation(replace(one, row_axis=axis, crosses_rows=crosses_rows), sketch)
 
     def _record_attention(self, event: attention.AttentionEvent) -> None:
-        """Note attention, by shape alone: weights of many tokens are large, and nobody asked for them yet."""
+        """Note attention by its shape alone: weights of many tokens are large, and not wanted yet."""
         if not self._running:
             return
         module = attention.find_owner([module for module, _ in self._running])
@@ -244,7 +244,7 @@ class CallRecorder:
         found.append((info, evidence, event.sinks))
 
     def _record_weights(self, output: Point, order: float) -> None:
-        """Note the attention of a call that is over, when its sinks are counted; its path is empty if there is one."""
+        """Note the attention of a call that has ended: its sinks are counted. The path is empty if there is one."""
         found = self._weights[output.layer, output.call]
         weights = [each for each in found if each is not None]
         for index, (info, evidence, sinks) in enumerate(weights if len(weights) == len(found) else ()):
@@ -258,7 +258,7 @@ class CallRecorder:
                     self.tensors[point] = Observation(replace(info, path=path, shape=(*outer, count)), evidence.sketch)
 
     def _number_value(self, tensor: Tensor) -> int:
-        """The number of a value, a new one for a tensor that was written to."""
+        """The number of what a tensor holds, another one after it was written to."""
         reference, version, number = self._values.get(id(tensor), (None, 0, 0))
         if reference is None or reference() is not tensor or version != get_version(tensor):
             number = len(self._points)
@@ -278,7 +278,7 @@ def name_modules(module: nn.Module) -> dict[nn.Module, str]:
 
 
 def _get_address(tensor: Tensor) -> int:
-    """Where the memory lies that a tensor is a view of; 0 for none."""
+    """The address of a tensor's storage; 0 if it has no memory."""
     return tensor.untyped_storage().data_ptr()
 
 

@@ -2,10 +2,10 @@
 
 Each tensor of the model is looked at, since inner layers may hold rows in another order than the output does.
 
-Batch mates see one another through what is computed from several rows and has no axis for them: a flag
-(``(x > 50).any()``), a maximum over all rows, a number that Python reads, a size that the data decides. Python goes
-another way only by what it reads of a forward's tensors: a model that reads nothing has one way. Truth values are
-turned round, and what then happens is compared; after any other number, or such a size, everything may be otherwise.
+Rows affect each other through values that are computed from several rows and have no axis for them: a flag
+(``(x > 50).any()``), a maximum over all rows, a number that Python reads, a size that depends on data. A model takes
+another branch only after Python read a tensor. A flag is inverted, and the two forwards are compared; after any other
+number or size that Python reads, nothing is known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from layertap.models.inputs.noise import QUIET, copy_rows, replace_neighbours
 from layertap.models.points import Point, Site
 from layertap.models.spec import InputSpec
 
-MAX_FLAGS = 6  # that are turned round, one forward for each
+MAX_FLAGS = 6  # that are inverted, one forward for each
 
 
 def prove_rows(
@@ -57,7 +57,7 @@ def prove_rows(
             if same is None or not (one.bits == same.sketch.bits if exact else one.matches(same.sketch))
         ]
 
-    if whole.crosses_rows or not all(_is_same_turned(whole, flag, tolerance) for flag in whole.flags):
+    if whole.crosses_rows or not all(_is_same_inverted(whole, flag, tolerance) for flag in whole.flags):
         return None
     # Beside milder ones if a model takes no such numbers.
     beside = watch(replace_neighbours(rows, inputs)) or watch(replace_neighbours(rows, inputs, scaled=False))
@@ -74,8 +74,8 @@ def prove_rows(
 class TrackedForward(Taint):
     """A forward of these rows, followed while this is created; ``output`` is None if the model raises.
 
-    ``flags`` are the numbers of the operations that give a truth value. Given the forward of ``fewer`` rows,
-    ``shared_points`` are the tensors that depend on other values that rows share. ``turned``: the flag that has its
+    ``flags`` are the numbers of the operations that return a truth value. Given the forward of ``fewer`` rows,
+    ``shared_points`` are the tensors that depend on other values that rows share. ``inverted``: the flag that has its
     other value.
     """
 
@@ -85,7 +85,7 @@ class TrackedForward(Taint):
         run: Forward,
         rows: Inputs,
         fewer: TrackedForward | None = None,
-        turned: int | None = None,
+        inverted: int | None = None,
     ) -> None:
         super().__init__()
         self.flags: list[int] = []
@@ -93,7 +93,7 @@ class TrackedForward(Taint):
         self.sigmoids = MarkedMemory()
         self._given = module, run, rows
         self._fewer = fewer
-        self._turned = turned
+        self._inverted = inverted
         self._shared = MarkedMemory()
         self._shapes: list[tuple[str, tuple[torch.Size, ...]]] = []
         self._calls: list[tuple[str, frozenset[Path]]] = []  # as they end, each with the paths of its tensors
@@ -109,7 +109,7 @@ class TrackedForward(Taint):
         """Whether rows of other values may make other calls, or return other structures."""
         if self.output is None or self.has_read or self._decides_sizes or len(self.flags) > MAX_FLAGS:
             return True
-        return any(self.turn(flag)._calls != self._calls for flag in self.flags)
+        return any(self.invert(flag)._calls != self._calls for flag in self.flags)
 
     @property
     def crosses_rows(self) -> bool:
@@ -118,12 +118,12 @@ class TrackedForward(Taint):
         is_unknown = self.output is None or unlike or self.has_read or len(self.flags) > MAX_FLAGS
         return is_unknown or self._shared.has_any(find_tensors(self.output))
 
-    def turn(self, flag: int) -> TrackedForward:
-        """The same forward where one flag has the other value."""
-        return TrackedForward(*self._given, turned=flag)
+    def invert(self, flag: int) -> TrackedForward:
+        """The same forward with one flag inverted."""
+        return TrackedForward(*self._given, inverted=flag)
 
     def note_read(self, args: object) -> None:
-        """Python reads numbers; flags are found where they are made."""
+        """Note that Python reads numbers other than flags, which are found where they are computed."""
         tensors = list(find_tensors(args))
         if not (len(tensors) == 1 and _is_flag(tensors[0])):
             super().note_read(args)
@@ -131,7 +131,7 @@ class TrackedForward(Taint):
     def follow(
         self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any], result: Any, is_tainted: bool
     ) -> Any:
-        """Note what an operation returns; a flag that is turned goes on with its other value."""
+        """Note what an operation returns, and invert the flag."""
         results = list(find_tensors((result,)))
         number = len(self._shapes)
         self._shapes.append((func._schema.name, tuple(each.shape for each in results)))
@@ -145,10 +145,10 @@ class TrackedForward(Taint):
             if len(results) == 1 and _is_flag(results[0]):
                 self.flags.append(number)  # both of its values are tried
                 self._shared.unmark(results)
-            elif self._fewer is not None:  # a view is what it is of: what is computed from it is looked at
+            elif self._fewer is not None:  # of a view, what is computed from it counts
                 taken = {tensor.untyped_storage()._cdata for tensor in find_tensors((args, options))}
                 self._shared.mark(each for each in results if each.untyped_storage()._cdata not in taken)
-        return result.logical_not() if number == self._turned else result
+        return result.logical_not() if number == self._inverted else result
 
     def _has_rows(self, number: int) -> bool:
         """Whether each result of an operation has an axis that grew with the rows."""
@@ -181,12 +181,12 @@ def _grows(two: torch.Size, three: torch.Size) -> bool:
     return 0 in three or (len(two) == len(three) and any(3 * a == 2 * b for a, b in zip(two, three, strict=True)))
 
 
-def _is_same_turned(whole: TrackedForward, flag: int, tolerance: float) -> bool:
-    """Whether the quiet row's output stays what it is where a flag has its other value."""
-    turned = whole.turn(flag).output
-    return turned is not None and has_same_values(_select_quiet(whole.output), _select_quiet(turned), tolerance)
+def _is_same_inverted(whole: TrackedForward, flag: int, tolerance: float) -> bool:
+    """Whether the quiet row's output is the same with a flag inverted."""
+    inverted = whole.invert(flag).output
+    return inverted is not None and has_same_values(_select_quiet(whole.output), _select_quiet(inverted), tolerance)
 
 
 def _select_quiet(output: object) -> TensorsByPath:
-    """The quiet row of what a model returned, as far as rows are on axis 0."""
+    """The quiet row of each tensor that a model returned, on axis 0."""
     return TensorsByPath((path, tensor[QUIET : QUIET + 1]) for path, tensor in iterate_tensors(output) if tensor.ndim)

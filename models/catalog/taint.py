@@ -14,28 +14,28 @@ from layertap.models.hooks.tensor_tree import iterate_tensors
 
 
 class MarkedMemory:
-    """Storages that are marked, by address, each as long as it lives: addresses are reused."""
+    """Marked storages, by address; a mark ends with its storage, since addresses are reused."""
 
     def __init__(self) -> None:
         self._addresses: set[int] = set()
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
-        """Mark these tensors, and all that share memory with them."""
+        """Mark tensors and all that share memory with them."""
         for storage in map(Tensor.untyped_storage, tensors):
             if storage._cdata not in self._addresses:
                 self._addresses.add(storage._cdata)
                 weakref.finalize(storage, self._addresses.discard, storage._cdata)
 
     def unmark(self, tensors: Iterable[Tensor]) -> None:
-        """Forget the memory of these tensors."""
+        """Remove the marks of tensors and all that share memory with them."""
         self._addresses.difference_update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def has_any(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of these lies in marked memory."""
+        """Whether one of the tensors is in marked memory."""
         return any(tensor.untyped_storage()._cdata in self._addresses for tensor in tensors)
 
     def note(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any], result: object) -> bool:
-        """Mark what an operation made or wrote of marked tensors; whether it took any."""
+        """Mark what an operation computed from marked tensors; whether it took any."""
         if func._schema.name in SHAPES_ONLY:
             return False
         if func._schema.name == "aten::copy_" and not self.has_any(args[1:2]) and _fills_storage(args[0]):
@@ -48,9 +48,9 @@ class MarkedMemory:
 
 
 class Taint(DispatchMode):
-    """While active, records which storages hold values that were computed from marked tensors.
+    """While active, marks what is computed from marked tensors.
 
-    ``has_read``: Python has read a number of one (``item()``, ``if mask.any():``), on which all that follows depends.
+    ``has_read``: Python has read a number of one (``item()``, ``if mask.any():``); all that follows depends on it.
     """
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ class Taint(DispatchMode):
         del self._reads  # each refers to the other
 
     def reaches(self, tensor: Tensor) -> bool:
-        """Whether a tensor depends on one that was marked."""
+        """Whether a tensor depends on a marked one."""
         return self.has_read or self.marked.has_any([tensor])
 
     def note_read(self, args: object) -> None:
-        """Python reads numbers."""
+        """Note that Python reads numbers."""
         self.has_read |= self.marked.has_any(find_tensors(args))
 
     def __torch_dispatch__(
@@ -91,12 +91,12 @@ class Taint(DispatchMode):
     def follow(
         self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any], result: Any, is_tainted: bool
     ) -> Any:
-        """What goes on as the result of an operation."""
+        """The result with which the forward continues."""
         return result
 
 
 class _Reads(TorchFunctionMode):
-    """Notes reads that are no operations."""
+    """Notes reads that no dispatch mode sees."""
 
     def __init__(self, taint: Taint) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def _fills_storage(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
-READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})  # that no dispatch mode sees
+READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 SHAPES_ONLY = frozenset(
     f"aten::{name}"
     for name in (

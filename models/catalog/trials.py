@@ -1,4 +1,4 @@
-"""Trials when a model is loaded: the same row again, what its numbers are, and texts with padding on either side."""
+"""Trials when a model is loaded: the same row again, kinds of outputs, and texts with padding on either side."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def run_alone(run: Forward, row: Inputs) -> TensorsByPath:
 
 
 def is_same_again(run: Forward, row: Inputs, output: TensorsByPath) -> bool:
-    """Whether the row, behind a turned and a loud one, twice gives the same, but for adding in another order.
+    """Whether a model returns the same for a row again, twice, after a transposed and a loud one; but for rounding.
 
     Meanwhile no construction sets the generator back, so that the two runs draw different random numbers.
     """
-    for change in (_turn, lambda value: value * LOUDER):
+    for change in (_transpose, lambda value: value * LOUDER):
         floats = {name: change(value) for name, value in row.items() if value.is_floating_point()}
         try_forward(run, copy_rows(row) | floats)
     with draw_alone():
         return all(has_same_values(output, run_alone(run, row), ROUNDING) for _ in range(2))
 
 
-def _turn(value: Tensor) -> Tensor:
-    """Rows with their last two axes exchanged, which have as many entries; backwards if there is one axis."""
+def _transpose(value: Tensor) -> Tensor:
+    """Rows with their last two axes exchanged; reversed if there is one axis."""
     return value.transpose(-1, -2).contiguous() if value.ndim > 2 else value.flip(-1)
 
 
@@ -75,8 +75,7 @@ def _adds_up(tensor: Tensor) -> bool:
 def try_padding(run: Forward, text: TextSpec, device: torch.device, tolerance: float) -> tuple[bool, LeftPadding]:
     """Whether texts may be padded to share forwards, and how padding in front of one is given to the model.
 
-    Values are the same within ``tolerance`` of a tensor's largest number. What a device raises goes through: it says
-    nothing of the model.
+    Values are the same within ``tolerance`` of a tensor's largest number. Device errors are raised.
     """
     if text.mask is None or text.max_tokens < SHORT + IN_FRONT:
         return text.pads, "as sent"
@@ -96,11 +95,11 @@ def try_padding(run: Forward, text: TextSpec, device: torch.device, tolerance: f
         return alone is None or has_same_values(alone, forward(ids, mask), tolerance)
 
     alone = forward(short, torch.ones_like(short))
-    if alone is None:  # so short a text is not taken: nothing can be compared
+    if alone is None:  # the model takes no text this short
         return text.pads, "as sent"
     # Models that attend in blocks meet padding at some lengths only.
     pads = text.pads and all(map(is_same_behind, (SHORT, drawn.shape[1] * 2 // 3)))
-    if text.pads and not pads:  # in front it would move the blocks, too
+    if text.pads and not pads:  # padding in front would shift the blocks, too
         return False, "refused"
     in_front = torch.cat([padding[:, :IN_FRONT], short], 1)
     mask = torch.ones_like(in_front)
@@ -112,7 +111,7 @@ def try_padding(run: Forward, text: TextSpec, device: torch.device, tolerance: f
 
 
 def try_forward(forward: Callable[..., T], *given: Any) -> T | None:
-    """What a forward gives; None if the model raises, whatever that is."""
+    """What a forward returns; None if the model raises, whatever that is. Device errors are raised."""
     try:
         return forward(*given)
     except Exception as error:
