@@ -128,34 +128,29 @@ class CallRecorder:
         returned = defaultdict[Point, set[int]](set)
         for point, each in self.tensors.items():
             returned[point.side].add(each.value)
+        outputs = {side: replace(side, site="output") for side in self.orders if side.site == "input"}
 
         def reads(point: Point, value: int) -> bool:
             """Whether a call computes from what it takes: it neither returns it unchanged nor only reads its size."""
-            values, function = returned[replace(point.side, site="output")], point.function
+            values, function = returned[outputs[point.side]], point.function
             asks = function and (not values or "_like#" in function or function.startswith("new_"))
-            return point.site == "input" and not asks and value not in values
+            return not asks and value not in values
+
+        def contains(one: Point, other: Point) -> bool:
+            begun, start = self.orders[one.side], self.orders[other.side]
+            ended, end = (self.orders.get(outputs[each.side], -1) for each in (one, other))
+            return begun < start and end < ended
 
         origins: dict[Point, Point] = {}
-        for value, (first, *others) in enumerate(self._points if self._has_functions else ()):
-            readers = [point for point in (first, *others) if reads(point, value)]
+        for value, points in enumerate(self._points if self._has_functions else ()):
+            readers = [point for point in points if point.site == "input" and reads(point, value)]
             for reader in readers:
-                apart = [each for each in readers if not self._overlap(each, reader)]
-                is_made = first.site == "output" or all(self._contains(first, each) for each in (reader, *apart))
+                others = (each for each in readers if each.side != reader.side)
+                apart = [each for each in others if not (contains(each, reader) or contains(reader, each))]
+                is_made = points[0].site == "output" or all(contains(points[0], each) for each in (reader, *apart))
                 if apart and is_made:
-                    origins[reader] = first
+                    origins[reader] = points[0]
         return origins
-
-    def _contains(self, one: Point, other: Point) -> bool:
-        """Whether the call at one point began before that at the other, and ended after it."""
-        (begun, ended), (start, end) = (
-            (self.orders[replace(each.side, site="input")], self.orders.get(replace(each.side, site="output"), -1))
-            for each in (one, other)
-        )
-        return begun < start and end < ended
-
-    def _overlap(self, one: Point, other: Point) -> bool:
-        is_same = one.side == other.side
-        return is_same or self._contains(one, other) or self._contains(other, one)
 
     def _record_inputs(self, module: nn.Module, number: int, value: object) -> None:
         self._running.append((module, number))
