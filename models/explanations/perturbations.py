@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.explanations.maps import weigh_by_drops
-from layertap.models.plan.requested import Explanation, InputBaseline
+from layertap.models.plan.requested import Explanation
 
 Array = NDArray[Any]
 BLURS_ACROSS = 20  # a blur's deviation is the shorter side divided by this
@@ -60,7 +60,7 @@ class PerturbationSettings:
             window=window,
             stride=stride,
             windows=prod(_count_windows(side, window, stride) for side in _find_sides(shape, layout)),
-            baseline="input" if isinstance(asked.baseline, InputBaseline) else asked.baseline or None,  # None: zeros
+            baseline=asked.baseline or None,  # None: zeros
             channels=channels,
             reference=reference,
         )

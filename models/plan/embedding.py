@@ -6,19 +6,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from layertap.models.catalog.catalog import Catalog, Layer, TensorInfo
+from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import RequestError, SelectorError, escape
-from layertap.models.plan.matches import find_matches, unknown_channels_error
+from layertap.models.plan.matches import find_matches, make_keys, unknown_channels_error
+from layertap.models.plan.options import check_need
 from layertap.models.plan.requested import Embedding, Reduction, Selector
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.points import format_path
 from layertap.models.spec import EmbeddingChoice, Pool
 
-ALLOWED_SITES = ("output", "input")
 HEAD = "what the head over classes takes"
 OUTPUT = "the model's output: nothing else is known to be an embedding; 'embedding' in the configuration names a layer"
-
-
 JOINT = (EmbeddingChoice(".[text_embeds]", "both towers together return it as text_embeds"),)
 
 
@@ -56,19 +54,16 @@ def find_embedding(text: str, catalog: Catalog, pool: Pool | None, layout: str |
     channels are known.
     """
     selector = replace(parse_selector(text), layout=layout)
-    if selector.site not in ALLOWED_SITES:
+    if selector.site not in ("output", "input"):
         raise SelectorError(f"{escape(text)} is no embedding", hint="name an output or an input")
-    matches, _ = find_matches(selector, catalog)
-    if len(matches) != 1 or selector.is_glob or selector.call == "*":
-        keys = ", ".join(escape(match.key) for match in matches[:5])
-        raise SelectorError(
-            f"{escape(text)} names {len(matches)} tensors, an embedding is one", hint=f"name one: {keys}"
-        )
-    info = matches[0].info
-    if info.row_axis is None or info.crosses_rows:
-        raise SelectorError(f"{escape(text)} does not hold one entry for each input", hint="name another layer")
+    taps, _ = find_matches(selector, catalog)
+    if len(taps) != 1 or selector.is_glob or selector.call == "*":
+        keys = ", ".join(map(escape, make_keys(selector, taps[:5], catalog)))
+        raise SelectorError(f"{escape(text)} names {len(taps)} tensors, an embedding is one", hint=f"name one: {keys}")
+    info = taps[0].info
+    check_need("embedding", escape(text), info)
     if pool is None and len(info.shape) > 1 and not info.has_axis("C"):
-        raise unknown_channels_error(matches[0], "an embedding")
+        raise unknown_channels_error(taps[0], "an embedding")
     return replace(selector, reduction=Reduction(pool=pool or _choose_pool(info)))
 
 
@@ -90,11 +85,11 @@ def _choose_pool(info: TensorInfo) -> Pool:
 
 def _find_head(catalog: Catalog) -> Iterator[EmbeddingChoice]:
     """The input of the last layer with weights, if its output, pooled or not, is the model's output."""
-    last = max(catalog.layers.values(), key=_get_end)
-    if last.type in ("Linear", "Conv2d"):
+    with_weights = [layer for layer in catalog.layers.values() if layer.calls and layer.is_leaf and layer.parameters]
+    last = max(with_weights, key=lambda layer: layer.calls[-1].output.order, default=None)
+    if last is not None and last.type in ("Linear", "Conv2d"):
         made = last.calls[-1].output.tensors[0].shape
-        returned = {each.shape for each in catalog.outputs}
-        if (made if last.type == "Linear" else made[:2]) in returned:
+        if (made if last.type == "Linear" else made[:2]) in {each.shape for each in catalog.outputs}:
             yield EmbeddingChoice(f"{last.name}:input", HEAD)
 
 
@@ -102,8 +97,3 @@ def _list_outputs(catalog: Catalog) -> Iterator[EmbeddingChoice]:
     """The output, if it is nothing but a vector for each row."""
     if len(catalog.outputs) == 1 and len(catalog.outputs[0].shape) == 2:
         yield EmbeddingChoice(f".{format_path(catalog.outputs[0].path)}", OUTPUT)
-
-
-def _get_end(layer: Layer) -> float:
-    """When the last call of a layer with weights ends; -1 for other layers."""
-    return layer.calls[-1].output.order if layer.calls and layer.is_leaf and layer.parameters else -1

@@ -22,22 +22,16 @@ from layertap.models.points import AXES
 
 @dataclass(frozen=True)
 class OperationSpec:
-    """An operation and its parameters, fields of ``Operation``: at least one of each group, and optional ones.
+    """An operation and its parameters, which are fields of ``Operation``.
 
-    ``change`` takes values, the operation, and its operand, or the field ``number`` where it has none. ``by_row``: each
-    row gets its own operand: noise.
+    ``change`` takes values, the operation, and its operand, or the field ``number`` where it has none.
     """
 
     change: Callable[[Tensor, Operation, Any], Tensor]
     number: str = ""
-    needs: tuple[tuple[str, ...], ...] = ()
+    needs: tuple[str, ...] = ()  # at least one of them; only one if "tensor" is among them
     optional: tuple[str, ...] = ()
-    by_row: bool = False
-
-    @property
-    def allowed(self) -> frozenset[str]:
-        """All parameters that it takes."""
-        return frozenset(name for group in (*self.needs, self.optional) for name in group)
+    by_row: bool = False  # each row gets its own operand: noise
 
 
 def _replace(value: Tensor, operation: Operation, operand: Tensor | float) -> Tensor:
@@ -48,17 +42,17 @@ def _add_noise(value: Tensor, operation: Operation, operand: Tensor | None) -> T
     return value if operand is None else value + operand * (operation.std or 0.0)
 
 
-ANY_VALUE = (("value", "tensor", "project"),)
+ANY_VALUE = ("value", "tensor", "project")
 OPERATIONS: Mapping[Op, OperationSpec] = {
     "zero": OperationSpec(lambda value, operation, operand: torch.zeros_like(value)),
-    "scale": OperationSpec(lambda value, operation, operand: value * operand, "by", needs=(("by", "tensor"),)),
+    "scale": OperationSpec(lambda value, operation, operand: value * operand, "by", needs=("by", "tensor")),
     "add": OperationSpec(lambda value, operation, operand: value + operand, "value", needs=ANY_VALUE),
-    "clamp": OperationSpec(lambda value, each, operand: value.clamp(each.min, each.max), needs=(("min", "max"),)),
+    "clamp": OperationSpec(lambda value, each, operand: value.clamp(each.min, each.max), needs=("min", "max")),
     "relu": OperationSpec(lambda value, operation, operand: value.relu()),
     "square": OperationSpec(lambda value, operation, operand: value.square()),
     "tanh": OperationSpec(lambda value, operation, operand: value.tanh()),
     "replace": OperationSpec(_replace, "value", needs=ANY_VALUE),
-    "noise": OperationSpec(_add_noise, needs=(("std",),), optional=("seed",), by_row=True),
+    "noise": OperationSpec(_add_noise, needs=("std",), optional=("seed",), by_row=True),
 }
 
 

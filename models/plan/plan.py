@@ -16,16 +16,14 @@ from layertap.models.plan.requested import BY_AXIS, Objective, Operation, Projec
 from layertap.models.plan.statistics import list_columns
 from layertap.models.points import ATTENTION, GRADIENTS, Point
 
-MAX_SHOWN = 10  # names in a warning
-
 
 class ResultSize(NamedTuple):
-    """How large a result is in a reply: its numbers, and their bytes as an array, an int8 scale included."""
+    """How large a result is in a reply."""
 
     key: str
     dtype: str
     numbers: int
-    nbytes: int
+    nbytes: int  # as an array, an int8 scale included
 
 
 @dataclass(frozen=True)
@@ -47,15 +45,21 @@ def get_boundary(point: Point, catalog: Catalog) -> CallBoundary:
     return get_call(point, catalog).get_boundary(point.site)
 
 
+def find_tensor(point: Point, catalog: Catalog) -> TensorInfo | None:
+    """The tensor at a point in another catalog of the same model; None if there is none."""
+    try:
+        tensors = get_boundary(point, catalog).tensors
+    except LookupError:
+        return None
+    return next((info for info in tensors if info.path == point.path), None)
+
+
 @dataclass(frozen=True)
 class Capture(Tap):
-    """One tensor to capture and its reduction; several results may share a capture.
-
-    ``length``: tokens of the request's longest text, if the tensor has a token axis; tokens beyond are padding.
-    """
+    """One tensor to capture and its reduction; several results may share a capture."""
 
     reduction: Reduction
-    length: int | None = None
+    length: int | None = None  # tokens of the request's longest text, for a tensor with a token axis
 
     @property
     def unpadded(self) -> TensorInfo:
@@ -71,13 +75,13 @@ class Capture(Tap):
         reduction, pooling = self.reduction, POOLINGS[self.reduction.pool]
         info = describe_projection(self.unpadded, reduction.project)
         shape = info.index_select(reduction.indices_by_axis).shape
-        channels = shape[info.axis("C")] if info.has_axis("C") else 1
         if reduction.metric is not None:
             return TensorInfo(info.path, (1,), "float32")
         if reduction.stats is not None:
             columns = len(list_columns(reduction.stats, reduction.edges))
             shape = (1, columns) if reduction.by is None else (1, shape[info.axis(BY_AXIS[reduction.by])], columns)
         elif pooling.compute is not None:
+            channels = shape[info.axis("C")] if info.has_axis("C") else 1
             shape = 1, channels if pooling.by_channel else prod(shape)
         dtype = reduction.dtype if self.is_float else info.dtype
         return TensorInfo(info.path, shape, dtype, 0 if reduction.is_by_row else info.row_axis)
@@ -121,14 +125,11 @@ class Capture(Tap):
 
 @dataclass(frozen=True)
 class ResolvedIntervention(Tap):
-    """One tensor to change, and how; ``source`` captures the tensor of another input that the change uses.
-
-    ``is_view``: the function returns a view of its input.
-    """
+    """One tensor to change, and how."""
 
     operation: Operation
-    source: Capture | None = None
-    is_view: bool = False
+    source: Capture | None = None  # the tensor of another input that the change uses
+    is_view: bool = False  # a function returns it as a view of its input
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,16 @@ class ResolvedObjective(Tap):
 
     objective: Objective
 
+    @property
+    def scores(self) -> Capture:
+        """The capture of the scores that choose each row's class."""
+        position = self.objective.position or ()
+        return Capture(self.point, self.info, Reduction(tokens=position if len(position) == 1 else None))
+
 
 @dataclass(frozen=True)
 class Result:
-    """One key of the reply."""
+    """One key of the reply; ``module``: the class of its layer."""
 
     key: str
     capture: Capture
@@ -154,44 +161,19 @@ class Result:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one request needs from a forward.
+    """What one request needs from a forward."""
 
-    ``results`` are in the order asked for; ``stops_at`` is the last point needed, ``cost`` the share of a whole
-    forward's time spent until then; ``skipped`` are layers that globs matched but that never run. ``interventions`` has
-    the changes of each intervention; ``objective`` is set if a gradient is asked for. ``anchors_views``: gradients are
-    taken at functions that return views of their inputs. ``extra`` captures feed changes of other inputs. ``left_out``:
-    tensors that globs matched but that can't be returned, with the reasons. ``shared``: changed inputs that other
-    layers read too, with their origin. ``idle``: changes behind everything that is asked for. ``calls``: of a model
-    whose calls depend on values, how many the plan is for. ``counts_back``: a change is at one counted from the last.
-    """
-
-    results: tuple[Result, ...]
-    stops_at: Point
-    cost: float
-    skipped: tuple[str, ...]
-    interventions: tuple[tuple[ResolvedIntervention, ...], ...] = ()
-    objective: ResolvedObjective | None = None
-    extra: frozenset[Capture] = frozenset()
-    left_out: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
-    anchors_views: bool = False
-    idle: tuple[str, ...] = ()
-    calls: tuple[tuple[tuple[str, int, str], int], ...] = ()
-    counts_back: bool = False
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Warnings about omitted tensors and about changes that not everything sees, with the first few names."""
-        warnings = {
-            f"{len(self.left_out)} matching tensors are left out": self.left_out,
-            "others read these inputs too, without the change": self.shared,
-            "these changes come after everything that is asked for, and change none of it": self.idle,
-        }
-        return tuple(
-            f"{warning}: {'; '.join(names[:MAX_SHOWN])}{' …' if len(names) > MAX_SHOWN else ''}"
-            for warning, names in warnings.items()
-            if names
-        )
+    results: tuple[Result, ...]  # in the order asked for
+    stops_at: Point  # the last point needed
+    cost: float  # the share of a whole forward's time spent until then
+    skipped: tuple[str, ...] = ()  # layers that globs match but that never run
+    interventions: tuple[tuple[ResolvedIntervention, ...], ...] = ()  # the changes of each
+    objective: ResolvedObjective | None = None  # if a gradient is asked for
+    extra: frozenset[Capture] = frozenset()  # that feed changes of other inputs
+    warnings: tuple[str, ...] = ()  # of omitted tensors, and of changes that not everything sees
+    anchors_views: bool = False  # gradients are taken at functions that return views of their inputs
+    calls: tuple[tuple[tuple[str, int, str], int], ...] = ()  # that it is for, if calls depend on values
+    counts_back: bool = False  # a change is at a call that is counted from the last
 
     @cached_property
     def resolved_interventions(self) -> tuple[ResolvedIntervention, ...]:
@@ -203,10 +185,7 @@ class Plan:
         """The capture of the scores that choose each row's class, if the objective's class is "top"."""
         if self.objective is None or self.objective.objective.klass != "top":
             return None
-        position = self.objective.objective.position or ()
-        return Capture(
-            self.objective.point, self.objective.info, Reduction(tokens=position if len(position) == 1 else None)
-        )
+        return self.objective.scores
 
     @cached_property
     def captures(self) -> frozenset[Capture]:

@@ -14,8 +14,8 @@ from torch import Tensor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.errors import LoadError, SelectorError, TooLargeError, escape, find_nearest, suggest
+from layertap.models.plan.options import check_need
 from layertap.models.plan.requested import LinearStep, Operation, Projection, Reduction, TensorData
-from layertap.models.plan.text_lengths import get_size
 from layertap.models.sources.checkpoints import read_checkpoint
 
 Projections = Mapping[str, LinearStep]  # a model's projections, by name
@@ -63,10 +63,10 @@ def find_projection(owner: T, known: Projections) -> T:
 
 def check_projection(name: str, info: TensorInfo, projection: Projection, sizes_known: bool) -> TensorInfo:
     """The projected tensor's description; SelectorError if steps do not fit, or their results are too large."""
-    size = get_size(name, info, "project", "C")
-    if not info.is_floating or info.axis("C") in (info.row_axis, *info.token_axes):
-        raise SelectorError(f"{name} has no floating channels to project", hint="leave 'project' out")
-    what, size = f"{name} has", size if sizes_known else projection[0].channels[0]
+    check_need("project", name, info)
+    if info.axis("C") in (info.row_axis, *info.token_axes):
+        raise SelectorError(f"the channels of {name} are its rows or tokens", hint="leave 'project' out")
+    what, size = f"{name} has", info.size("C") if sizes_known else projection[0].channels[0]
     for number, (takes, gives) in enumerate(step.channels for step in projection):
         if size != takes:
             raise SelectorError(

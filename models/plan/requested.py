@@ -38,6 +38,7 @@ Method = Literal[
     "gradient_rollout",
     "relevance",
 ]
+Baseline = float | Literal["blur", "input"]  # one value everywhere, the blurred picture, or an input of the request
 Rule = Literal["vit-explain", "pytorch-grad-cam"]  # the library whose arithmetic is used instead of the paper's
 
 
@@ -76,42 +77,43 @@ class LinearStep:
 Projection = tuple[LinearStep, ...]  # steps in order
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """What happens to a captured tensor on its device: project, narrow, pool, normalise, cast.
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a tensor: indices along its axes, negative ones counted from the end; None: all."""
 
-    Steps run in the order of the fields. ``project`` maps the channels to others, which the later steps see.
-    ``channels`` to ``keys`` keep those indices along their axis, in the order given, negative ones counted from the
-    end; the last three apply to attention. ``normalize`` is L2 over the last axis of a pooled result. ``stats`` are
-    columns, in the order given, and replace pooling and all later steps: for each row, or for each of its channels or
-    heads (``by``); ``over``: all rows of the request together; ``edges``: the edges of the histogram's bins.
-    ``metric``: an objective's value for each row replaces everything else.
-    """
-
-    project: Projection | None = None
     channels: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
-    heads: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None  # like the next two, of attention only
     queries: tuple[int, ...] | None = None
     keys: tuple[int, ...] | None = None
-    stats: tuple[str, ...] | None = None
-    by: By | None = None
-    over: Literal["inputs"] | None = None
-    edges: tuple[float, ...] | None = None
-    pool: Pool = "none"
-    normalize: bool = False
-    dtype: ReplyDType = "float32"
-    metric: Objective | None = None
 
     @property
     def indices(self) -> dict[str, tuple[int, ...]]:
-        """The kept indices along each narrowed axis, by option name."""
-        return _get_indices(self)
+        """The indices along each narrowed axis, by option name."""
+        return {option: vars(self)[option] for option in AXES if vars(self)[option] is not None}
 
     @property
     def indices_by_axis(self) -> dict[str, Sequence[int]]:
         """``indices`` by the axis's letter in a layout."""
         return {AXES[option]: indices for option, indices in self.indices.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction(Part):
+    """What happens to a captured tensor on its device: project, narrow to a part, pool, normalise, cast.
+
+    ``metric`` replaces everything else; ``stats`` replace pooling and all later steps.
+    """
+
+    project: Projection | None = None  # maps the channels to others, which the later steps see
+    stats: tuple[str, ...] | None = None  # columns in this order, for each row
+    by: By | None = None  # statistics of each channel or head of a row
+    over: Literal["inputs"] | None = None  # statistics of all rows of the request together
+    edges: tuple[float, ...] | None = None  # of the histogram's bins
+    pool: Pool = "none"
+    normalize: bool = False  # L2, over the last axis of a pooled result
+    dtype: ReplyDType = "float32"
+    metric: Objective | None = None  # an objective's value for each row
 
     @property
     def is_by_row(self) -> bool:
@@ -120,34 +122,20 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class FunctionCall:
-    """A function that a layer's own forward calls, and which call; ``number`` None or "*": every call."""
-
-    name: str
-    number: int | Literal["*"] | None = None
-
-
-@dataclass(frozen=True)
 class Selector:
-    """One entry of a request's ``layers``, parsed but not yet looked up.
+    """One entry of a request's ``layers``, parsed but not yet looked up."""
 
-    ``text`` is the request's own spelling; ``call`` None means the last call (in an intervention every call), "*" every
-    call; ``path`` None means every tensor; ``alias`` is the key asked for by ``as``. ``function`` None means the layer
-    itself. ``excluded``: points that a glob leaves out, each with the reason. ``layout`` names the axes of each tensor,
-    in place of what the survey found.
-    """
-
-    text: str
+    text: str  # the request's own spelling
     pattern: str
-    call: int | Literal["*"] | None = None
-    path: tuple[str, ...] | None = None
+    call: int | Literal["*"] | None = None  # "*": every call; None: the last one, in an intervention every one
+    path: tuple[str, ...] | None = None  # None: every tensor
     site: Site = "output"
     type: str | None = None
     reduction: Reduction = Reduction()
-    alias: str | None = None
-    function: FunctionCall | None = None
-    excluded: tuple[tuple[Point, str], ...] | None = None
-    layout: str | None = None
+    alias: str | None = None  # the key asked for by ``as``
+    function: str | None = None  # that the layer calls: one call of it (``add#0``), or every one (``add``)
+    excluded: tuple[tuple[Point, str], ...] | None = None  # points that a glob leaves out, each with the reason
+    layout: str | None = None  # the letters of each tensor's axes, in place of those that the survey found
 
     @property
     def is_glob(self) -> bool:
@@ -157,16 +145,13 @@ class Selector:
 
 @dataclass(frozen=True)
 class Embedding:
-    """A model's embedding, asked for instead of layers or before them; ``layer``: a layer to use as the embedding.
+    """A model's embedding, asked for instead of layers or before them."""
 
-    ``pool`` None: chosen so that a row becomes a vector. ``alias`` is the key asked for; None: its selector's text.
-    """
-
-    pool: Pool | None = None
+    pool: Pool | None = None  # None: one that makes a vector of each row
     normalize: bool = False
     dtype: ReplyDType = "float32"
-    layer: str = ""
-    alias: str | None = None
+    layer: str = ""  # a layer to use as the embedding
+    alias: str | None = None  # the key asked for; None: the selector's text
 
 
 @dataclass(frozen=True)
@@ -178,14 +163,8 @@ class TensorSource:
 
 
 @dataclass(frozen=True)
-class Operation:
-    """How an activation is changed: ``op`` with its parameters, on the named part of the tensor.
-
-    ``channels`` to ``keys`` are indices along their axis, the last three for attention; ``region`` is top, left,
-    bottom, right in the layer's own pixels, the last two exclusive. None means everything. ``source``: the input whose
-    tensor is used. ``each`` names options whose indices are changed one at a time, one in each row; ``row``: all rows
-    get the noise of this row. ``project``: the value is replaced by its projection, or its projection is added.
-    """
+class Operation(Part):
+    """How an activation is changed: ``op`` with its parameters, on the named part of the tensor."""
 
     op: Op
     by: float | None = None
@@ -195,26 +174,16 @@ class Operation:
     std: float | None = None
     seed: int | None = None
     tensor: TensorData | None = None
-    channels: tuple[int, ...] | None = None
-    tokens: tuple[int, ...] | None = None
-    heads: tuple[int, ...] | None = None
-    queries: tuple[int, ...] | None = None
-    keys: tuple[int, ...] | None = None
-    region: tuple[int, int, int, int] | None = None
-    source: TensorSource | None = None
-    each: tuple[str, ...] | None = None
-    row: int | None = None
-    project: Projection | None = None
-
-    @property
-    def indices(self) -> dict[str, tuple[int, ...]]:
-        """The changed indices along each narrowed axis, by option name."""
-        return _get_indices(self)
+    region: tuple[int, int, int, int] | None = None  # top, left, bottom, right in the layer's pixels, the end exclusive
+    source: TensorSource | None = None  # where the tensor comes from, if it is another input's
+    each: tuple[str, ...] | None = None  # options whose indices are changed one at a time, one in each row
+    row: int | None = None  # all rows get the noise of this row
+    project: Projection | None = None  # the value is replaced by its projection, or its projection is added
 
     @property
     def indices_by_axis(self) -> dict[str, Sequence[int]]:
         """``indices`` by the axis's letter in a layout, with the region's rows and columns."""
-        by_axis: dict[str, Sequence[int]] = {AXES[option]: indices for option, indices in self.indices.items()}
+        by_axis = super().indices_by_axis
         if self.region is not None:
             top, left, bottom, right = self.region
             by_axis |= {"H": range(top, bottom), "W": range(left, right)}
@@ -231,24 +200,16 @@ class Intervention:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is differentiated: a number for each row, computed from the model's or a layer's output.
-
-    ``klass`` is a class, several with weights, or "top", the default: the row's highest class. ``target`` has a number
-    for each class: probabilities, or values for ``mse``; "unedited": what the same input gives without a sweep's edits.
-    ``selector`` names a layer; ``channel``, for the kind ``layer``, is one of its channels, or several with weights
-    (None: all). ``position``: a token of each row, or the row and column of a map; negative ones count from the end.
-    ``reduction``: how a row's loss is reduced over its classes (None: the kind's default).
-    ``outputs``: whether the model returns logits (None), probabilities or log probabilities.
-    """
+    """What is differentiated: a number for each row, computed from the model's or a layer's output."""
 
     kind: ObjectiveKind = "logit"
-    klass: int | Literal["top"] | Terms | None = None
-    target: tuple[float, ...] | Literal["unedited"] | None = None
-    selector: Selector | None = None
-    channel: int | Terms | None = None
-    position: tuple[int, ...] | None = None
-    reduction: LossReduction | None = None
-    outputs: Outputs | None = None
+    klass: Class | Terms | None = None  # a class, several with weights, or "top", the default
+    target: tuple[float, ...] | Literal["unedited"] | None = None  # by class; "unedited": of the row without edits
+    selector: Selector | None = None  # a layer; None: the model's output
+    channel: int | Terms | None = None  # of a layer: one channel, or several with weights; None: all
+    position: tuple[int, ...] | None = None  # a token, or a map's row and column; negatives count from the end
+    reduction: LossReduction | None = None  # of a row's loss over its classes; None: the kind's default
+    outputs: Outputs | None = None  # what the model returns for classes; None: logits
 
 
 @dataclass(frozen=True)
@@ -261,16 +222,12 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Edits that are tried one at a time at each of ``places``; an operation's ``each`` lists the axes to go through.
-
-    ``values`` replace the operation's parameter ``number`` one after the other. ``top``: how many of an input's largest
-    effects are named.
-    """
+    """Edits that are tried one at a time at each of ``places``; an operation's ``each`` lists the axes."""
 
     places: tuple[Intervention, ...]
-    number: str = ""
+    number: str = ""  # the operation's parameter that ``values`` replace one after the other
     values: tuple[float, ...] = ()
-    top: int = 0
+    top: int = 0  # how many of an input's largest effects are named
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -285,40 +242,20 @@ class Sweep:
 
 
 @dataclass(frozen=True)
-class InputBaseline:
-    """The index of the input that serves as the baseline of others."""
-
-    input: int
-
-
-Baseline = float | Literal["blur"] | InputBaseline  # one value everywhere, the blurred picture, or another input
-
-
-@dataclass(frozen=True)
 class Explanation:
-    """The requested maps: the methods, and the layer (None: each method chooses).
-
-    ``classes`` replace the objective's class, with a map for each; ``top_classes``: how many of a row's best classes
-    are named. ``discard``: the share of each layer's lowest attention that a rollout sets to 0, from 0 to below 1.
-    Integrated gradients take ``steps`` and ``baseline``; SmoothGrad takes ``samples``, ``noise`` (a share of the row's
-    range) and ``seed``; occlusion takes ``window`` and ``stride``, in the input's pixels, and ``baseline``; methods
-    with a library's variant take ``rule``. None: the default.
-    """
+    """The requested maps; None, and an empty tuple, stand for a method's default."""
 
     methods: tuple[Method, ...]
-    selector: Selector | None = None
-    discard: float | None = None
-    classes: tuple[Class, ...] = ()
-    top_classes: int = 0
-    steps: int | None = None
-    samples: int | None = None
+    selector: Selector | None = None  # the layer
+    discard_ratio: float | None = None  # the share of each layer's lowest attention that a rollout sets to 0
+    classes: tuple[Class, ...] = ()  # instead of the objective's class, with a map for each
+    top_classes: int = 0  # how many of a row's best classes are named
+    steps: int | None = None  # of integrated gradients
+    samples: int | None = None  # of SmoothGrad, like ``noise`` (a share of the row's range) and ``seed``
     noise: float | None = None
     seed: int | None = None
-    window: int | None = None
+    window: int | None = None  # of occlusion, like ``stride``, in the input's pixels
     stride: int | None = None
     baseline: Baseline | None = None
-    rule: Rule | None = None
-
-
-def _get_indices(part: Reduction | Operation) -> dict[str, tuple[int, ...]]:
-    return {option: vars(part)[option] for option in AXES if vars(part)[option] is not None}
+    baseline_input: int = 0  # the index of the input that "input" stands for
+    rule: Rule | None = None  # of methods with a library's variant

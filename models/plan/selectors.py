@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from layertap.models.errors import SelectorError, escape
-from layertap.models.plan.requested import FunctionCall, Selector
+from layertap.models.plan.requested import Selector
 from layertap.models.points import SITES, Point, Site, format_path
 
 MAX_TEXT = 512
@@ -28,8 +28,8 @@ def parse_selector(text: str) -> Selector:
     if path is not None and colon and site_before in SITES:
         right = escape(f"{name}{format_path(path)}:{site_before}", MAX_TEXT)
         raise SelectorError(f"in {escape(text)} the site stands before the path", hint=f"write {right}")
-    rest, function = _split_function(rest, text)
-    pattern, call = _split_call(rest, text)
+    rest, function = _split_function(rest)
+    pattern, call = split_call(rest)
     if not pattern:
         raise SelectorError(f"{escape(text)} names no layer", hint=EXAMPLE)
     return Selector(text=text, pattern=pattern, call=call, path=path, site=site, function=function)
@@ -37,8 +37,7 @@ def parse_selector(text: str) -> Selector:
 
 def make_selector(point: Point, alias: str) -> Selector:
     """A selector that names one point only."""
-    name, _, number = point.function.rpartition("#")
-    function = FunctionCall(name, int(number)) if name else None
+    function = point.function or None
     return Selector(point.text, point.layer, point.call, point.path, point.site, alias=alias, function=function)
 
 
@@ -68,11 +67,16 @@ def parse_site(text: str) -> Site:
     raise SelectorError(f"{escape(text)} is no site", hint=SITE_HINT)
 
 
-def _split_function(rest: str, text: str) -> tuple[str, FunctionCall | None]:
+def split_call(text: str) -> tuple[str, int | Literal["*"] | None]:
+    """A name without its call, and the call, as in ``relu#0``; None if there is no call."""
+    name, hash_, call = text.partition("#")
+    return name, parse_call(call) if hash_ else None
+
+
+def _split_function(rest: str) -> tuple[str, str | None]:
     """Split off the function; a slash that no identifier follows belongs to the layer's name."""
-    layer, slash, tail = rest.rpartition("/")
-    name, number = _split_call(tail, text) if slash else ("", None)
-    return (layer, FunctionCall(name, number)) if layer and name.isidentifier() else (rest, None)
+    layer, _, function = rest.rpartition("/")
+    return (layer, function) if layer and split_call(function)[0].isidentifier() else (rest, None)
 
 
 def _split_site(text: str) -> tuple[str, Site]:
@@ -92,8 +96,3 @@ def _split_path(rest: str, text: str) -> tuple[str, tuple[str, ...] | None]:
     if any(not key or "[" in key or "]" in key for key in keys):
         raise SelectorError(f"the path in {escape(text)} is malformed", hint="write a path like '[0]' or '[out][0]'")
     return head, keys
-
-
-def _split_call(rest: str, text: str) -> tuple[str, int | Literal["*"] | None]:
-    pattern, hash_, call = rest.partition("#")
-    return (pattern, parse_call(call)) if hash_ else (rest, None)

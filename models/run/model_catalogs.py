@@ -23,8 +23,7 @@ from layertap.models.errors import SelectorError, out_of_memory_error
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import copy_rows, make_noise, make_noise_row
 from layertap.models.lru_cache import LRUCache
-from layertap.models.plan.plan import ResolvedObjective, Tap
-from layertap.models.plan.tensor_sources import find_tensor
+from layertap.models.plan.plan import ResolvedObjective, Tap, find_tensor
 from layertap.models.points import Point
 from layertap.models.run.costs import add_reading, make_costs, measure_forward, time_call
 from layertap.models.run.extractor import FeatureExtractor

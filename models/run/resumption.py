@@ -131,7 +131,7 @@ def find_start(selector: Selector, catalog: Catalog) -> Tap:
             f"'{escape_point(point)}' does not return one entry for each input, so none can be sent",
             hint="resume from a layer around it, or after it",
         )
-    return Tap(point, info)
+    return matches[0]
 
 
 def not_resumable_error(point: Point) -> SelectorError:

@@ -19,9 +19,9 @@ from layertap.models.explanations.perturbations import (
     SmoothGrad,
 )
 from layertap.models.plan.matches import find_matches
+from layertap.models.plan.objectives import check_gradient
 from layertap.models.plan.plan import ResolvedObjective, Tap
 from layertap.models.plan.requested import Explanation, Intervention, Method, Operation, Rule, Selector
-from layertap.models.plan.resolve_objective import check_gradient
 from layertap.models.points import GRADIENTS, Point, Site
 from layertap.models.run.map_layers import find_attention, find_map_layers, is_map
 from layertap.models.run.model_info import ModelInfo
@@ -121,7 +121,7 @@ def _find_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
             f"{escape(explanation.selector.text)} {what}",
             hint=f"name one of the {len(names)} layers of maps, such as {', '.join(names[:MAX_NAMED])}",
         )
-    return [*of_maps]
+    return of_maps
 
 
 def _find_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
@@ -134,7 +134,7 @@ def _find_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     of_maps = [match for match in matches if is_map(match.info)]
     if not of_maps:
         raise SelectorError("no operation of this model shows that it takes a picture", hint="name a layer of maps")
-    return [Tap(of_maps[0].point, of_maps[0].info)]
+    return of_maps[:1]
 
 
 def _find_only_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
@@ -215,7 +215,7 @@ def _make_perturbed(kind: type[Perturbation]) -> MethodSpec:
 def _make_rollout(sites: Mapping[str, Site]) -> MethodSpec:
     """A method that rolls out attention."""
     rules: dict[Rule, Callable[[Captured], Array]] = {"vit-explain": _roll_out_as_vit_explain}
-    return MethodSpec(_find_attention, sites, _roll_out, frozenset({"discard"}), rules=rules)
+    return MethodSpec(_find_attention, sites, _roll_out, frozenset({"discard_ratio"}), rules=rules)
 
 
 METHODS: dict[Method, MethodSpec] = {

@@ -12,9 +12,9 @@ from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import LayertapError, RequestError, escape
 from layertap.models.explanations import maps
 from layertap.models.labels import Labels, Outputs
+from layertap.models.plan.objectives import find_outputs, resolve_objective
 from layertap.models.plan.plan import ResolvedObjective, ResultSize, Tap
 from layertap.models.plan.requested import Explanation, Objective, Selector
-from layertap.models.plan.resolve_objective import find_outputs, resolve_objective
 from layertap.models.plan.selectors import make_selector
 from layertap.models.run import fingerprint
 from layertap.models.run.map_layers import make_trial_objective
@@ -159,7 +159,7 @@ async def _make_maps(
     take = partial(_take_top_classes, captured, top_classes, model.labels, find_outputs(model.catalog))
     parts = await engine.run_in_thread(take, ticket.deadline)
     if perturbed is not None:
-        reference = find_reference(parts, asked.explanation.baseline)
+        reference = find_reference(parts, asked.explanation)
         made = [await perturb(engine, perturbed, ticket, part, work, reference) for part in parts]
         make = partial(_join_features, made, asked, taps)
     else:
@@ -210,12 +210,12 @@ def _make_map(features: Features, asked: MapRequest, taps: Sequence[Tap], prefix
         keys = [f"{name}{number}" for number in range(len(taps))]
         return [features.arrays[key] for key in keys if key in features.arrays]
 
-    discard = (asked.explanation.discard if "discard" in asked.spec.options else None) or 0.0
+    discard = (asked.explanation.discard_ratio if "discard_ratio" in asked.spec.options else None) or 0.0
     last = next(reversed(features.receipts.values()))
     tensor = replace(taps[0].info, grid_size=last.grid_size)  # of rows of this shape
     captured = Captured(select(VALUES), select(GRADIENT_VALUES), tensor, prefix_tokens, discard)
     make_map, rule = asked.spec.make_map, asked.explanation.rule
-    made_by = [asked.method] + ([f"discard {asked.explanation.discard}"] if discard else [])
+    made_by = [asked.method] + ([f"discard {asked.explanation.discard_ratio}"] if discard else [])
     if rule is not None and rule in asked.spec.rules:
         make_map = asked.spec.rules[rule]
         made_by.append(f"rule {rule}")

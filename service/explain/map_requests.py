@@ -10,9 +10,9 @@ from math import prod
 
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.explanations.perturbations import PerturbationSettings
+from layertap.models.plan.objectives import resolve_objective
 from layertap.models.plan.plan import ResultSize
-from layertap.models.plan.requested import Class, Explanation, InputBaseline, Method, Objective
-from layertap.models.plan.resolve_objective import resolve_objective
+from layertap.models.plan.requested import Class, Explanation, Method, Objective
 from layertap.models.points import Site
 from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, check_changed_inputs
@@ -29,7 +29,7 @@ MAX_SIMILAR = 2  # methods in a hint
 # Fields of an explanation that apply to some methods only: their names in a body, and these methods.
 OPTIONS = {
     "selector": ("layer", "CAMs"),
-    "discard": ("discard_ratio", "rollouts"),
+    "discard_ratio": ("discard_ratio", "rollouts"),
     "steps": ("steps", "integrated gradients"),
     "samples": ("samples", "SmoothGrad"),
     "noise": ("noise", "SmoothGrad"),
@@ -195,8 +195,8 @@ def check_maps(
     _check_classes(request, explanation, model)
     asked = list_maps(request, explanation)
     rows = predict_rows([item for _, item in sent.items], model.model_inputs).count
-    if isinstance(explanation.baseline, InputBaseline) and explanation.baseline.input >= rows + len(sent.faults):
-        detail = f"'baseline' names input {explanation.baseline.input}"
+    if explanation.baseline == "input" and explanation.baseline_input >= rows + len(sent.faults):
+        detail = f"'baseline' names input {explanation.baseline_input}"
         raise SelectorError(detail, hint=f"name one of the {rows} inputs, from 0 on")
     check_sizes(_list_sizes(asked, sent, model), rows, request.reply)
     changed = sum(each.count for each in list_changed_rows(asked, sent, model))

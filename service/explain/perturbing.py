@@ -15,18 +15,16 @@ from layertap.models.errors import InputError, SelectorError
 from layertap.models.explanations import maps
 from layertap.models.explanations.perturbations import Perturbation, PerturbationSettings
 from layertap.models.labels import name_classes
-from layertap.models.plan.objectives import OBJECTIVES
+from layertap.models.plan.objectives import OBJECTIVES, resolve_objective
 from layertap.models.plan.plan import ResolvedObjective, Tap
 from layertap.models.plan.requested import (
-    Baseline,
-    InputBaseline,
+    Explanation,
     InputOptions,
     Intervention,
     Objective,
     Operation,
     Selector,
 )
-from layertap.models.plan.resolve_objective import resolve_objective
 from layertap.models.plan.selectors import make_selector
 from layertap.models.run import fingerprint
 from layertap.models.run.gradient_anchors import compute_objective
@@ -88,11 +86,11 @@ class PerturbedMethod:
         return replace(request, selectors=selectors, objective=None, input_options=apart)
 
 
-def find_reference(parts: Sequence[Features], baseline: Baseline | None) -> Array | None:
-    """The row of the input, (1, …), that a baseline names, if it names one; InputError if it was left out."""
-    if not isinstance(baseline, InputBaseline):
+def find_reference(parts: Sequence[Features], explanation: Explanation) -> Array | None:
+    """The row of the input, (1, …), that is the baseline, if one is; InputError if it was left out."""
+    if explanation.baseline != "input":
         return None
-    number, left_out = baseline.input, {fault.input for part in parts for fault in part.errors}
+    number, left_out = explanation.baseline_input, {fault.input for part in parts for fault in part.errors}
     for part in parts if number not in left_out else ():
         if part.input_index is None:
             row = number - sum(each is not None and each < number for each in left_out)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.inputs.model_inputs import TextSpec
-from layertap.models.plan.objectives import OBJECTIVES
+from layertap.models.plan.interventions import resolve_intervention
+from layertap.models.plan.objectives import OBJECTIVES, resolve_objective
 from layertap.models.plan.operations import count_entries
+from layertap.models.plan.options import TextLengths, measure_lengths
 from layertap.models.plan.plan import Capture, ResolvedIntervention, ResolvedObjective, Result, get_boundary
+from layertap.models.plan.planner import collect_faults, raise_faults
 from layertap.models.plan.requested import Intervention, Objective, Reduction, Sweep
-from layertap.models.plan.resolve_intervention import resolve_intervention
-from layertap.models.plan.resolve_objective import resolve_objective
-from layertap.models.plan.text_lengths import TextLengths, measure_lengths
 from layertap.models.points import GRADIENTS, Point
 from layertap.models.run import fingerprint
 from layertap.service.engine.batch import Job
 
 METRIC = "metric"  # the key of the unedited metric; places never have this key
-MAX_FAULTS = 16
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,7 @@ class SweptInput:
     def scores(self) -> Capture | None:
         """The scores that determine the objective's class or target, if the unedited row does."""
         objective = self.objective.objective
-        if not (objective.klass == "top" or objective.target == "unedited"):
-            return None
-        position = objective.position or ()
-        reduction = Reduction(tokens=position if len(position) == 1 else None)
-        return Capture(self.objective.point, self.objective.info, reduction)
+        return self.objective.scores if objective.klass == "top" or objective.target == "unedited" else None
 
     def count(self, sweep: Sweep) -> int:
         """The number of edits."""
@@ -100,24 +95,19 @@ class PlaceFinder:
     def _find(self, job: Job, metric: Point, lengths: TextLengths | None) -> tuple[Place, ...]:
         key = id(job.prepared.catalog), lengths, metric
         if key not in self._found:
-            self._found[key] = tuple(self._find_all(job, metric, lengths))
+            self._found[key] = self._find_all(job, metric, lengths)
         return self._found[key]
 
-    def _find_all(self, job: Job, metric: Point, lengths: TextLengths | None) -> Iterator[Place]:
-        found: dict[str, tuple[int, Place]] = {}
+    def _find_all(self, job: Job, metric: Point, lengths: TextLengths | None) -> tuple[Place, ...]:
+        found: dict[str, Place] = {}
         faults: list[Fault] = []
         for index, place in enumerate(self._sweep.places):
-            try:
+            with collect_faults(faults, f"/layers/{index}"):
                 for each in _find_places(place, job, metric, lengths):
-                    if found.setdefault(each.key, (index, each))[1].changes != each.changes:
+                    if found.setdefault(each.key, each).changes != each.changes:
                         raise SelectorError(f"{escape(each.key)} is edited by two entries", hint="name it once")
-            except RequestError as error:
-                faults.append(error.to_fault(f"/layers/{index}"))
-                if len(faults) == MAX_FAULTS:
-                    break
-        if faults:
-            raise RequestError.from_faults(faults)
-        return (place for _, place in found.values())
+        raise_faults(faults)
+        return tuple(found.values())
 
 
 def _find_source(place: Intervention) -> int | None:

@@ -12,7 +12,6 @@ from layertap.models.errors import Fault, RequestError, SelectorError
 from layertap.models.plan.requested import (
     Embedding,
     Explanation,
-    InputBaseline,
     Intervention,
     Method,
     Rule,
@@ -217,7 +216,7 @@ class ExplainBody(RequestBody):
             raise RequestError.from_faults([Fault(*TWO_CLASSES, "/classes")])
         options = {name: getattr(self, name) for name in OF_EXPLANATION}
         if isinstance(self.baseline, BaselineBody):
-            options["baseline"] = InputBaseline(self.baseline.input)
+            options |= {"baseline": "input", "baseline_input": self.baseline.input}
         return Explanation(self.method, selector, self.discard_ratio, self.classes, self.top_classes, **options)
 
 

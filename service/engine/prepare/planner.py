@@ -15,12 +15,12 @@ from layertap.models.errors import Fault, InputError, RequestError, escape
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.embedding import find_embedding, reduce_embedding
+from layertap.models.plan.options import TextLengths, measure_lengths
 from layertap.models.plan.plan import Capture, Plan, Result
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.projections import check_work
 from layertap.models.plan.requested import Selector
 from layertap.models.plan.selectors import parse_selector
-from layertap.models.plan.text_lengths import TextLengths, measure_lengths
 from layertap.models.points import GRADIENTS
 from layertap.models.run import fingerprint, verification
 from layertap.models.run.model_info import ModelInfo

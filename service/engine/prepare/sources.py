@@ -11,9 +11,9 @@ from math import prod
 import torch
 
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
+from layertap.models.plan.interventions import take_part
 from layertap.models.plan.operations import compute_part_shape
-from layertap.models.plan.plan import Capture, ResolvedIntervention
-from layertap.models.plan.tensor_sources import find_tensor, take_part
+from layertap.models.plan.plan import Capture, ResolvedIntervention, find_tensor
 from layertap.models.run import fingerprint
 from layertap.service.engine.batch import Job, Results
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.errors import SelectorError, UnknownLayerError
-from layertap.models.plan.matches import SelectorMatch, find_matches, matches_glob
+from layertap.models.plan.matches import find_matches, matches_glob
+from layertap.models.plan.plan import Tap
 from layertap.models.plan.requested import Selector
-from layertap.models.plan.selectors import MAX_TEXT, parse_selector
+from layertap.models.plan.selectors import MAX_TEXT, parse_selector, split_call
 from layertap.models.points import SITES, format_path
 
 GOOD = {  # layer, call, function, its number, path, site
@@ -57,7 +58,7 @@ BAD = {
 def test_good_texts(text: str) -> None:
     """Every part of the grammar is read, and nothing else is special: a slash that no name follows is the layer's."""
     selector = parse_selector(text)
-    function = tuple(vars(selector.function).values()) if selector.function else (None, None)
+    function = split_call(selector.function) if selector.function else (None, None)
     assert (selector.pattern, selector.call, *function, selector.path, selector.site) == GOOD[text]
     assert (selector.text, selector.type) == (text, None)
 
@@ -145,7 +146,7 @@ CATALOG = Catalog(
 )
 
 
-def found(text: str, **fields: object) -> list[SelectorMatch]:
+def found(text: str, **fields: object) -> list[Tap]:
     selector = parse_selector(text)
     return find_matches(Selector(**{**vars(selector), **fields}), CATALOG)[0]
 

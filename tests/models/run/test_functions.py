@@ -126,11 +126,11 @@ REFUSED = {
     "mixer/add#x": ("is no call number", "write '#0'"),
     "mixer/__class__": ("calls no such function", "functions here"),
     "mixer/split#0[2]": ("the output of 'mixer/split#0' has nothing at '[2]'", "paths here: [0], [1]"),
-    "mixer/add#0[0]": ("the output of 'mixer/add#0' has nothing at '[0]'", "leave the path out"),
+    "mixer/add#0[0]": ("the output of 'mixer/add#0' is a single tensor", "leave the path out"),
     "mixer.first/linear": ("calls no functions of its own", "?functions=true"),
     "mixer/add#0:grad_output": ("needs an objective", "objective"),
     "mixer/add#0:attention": ("the site 'attention' is one of layers", "use 'output' or 'input' or 'grad_output'"),
-    "mixer/*": ("matches no layer", "name the function, 'mixer/add'"),
+    "mixer/*": ("matches no layer", "name the function, 'LAYER/add'"),
     "mixer#1/add#0": ("runs once in a forward", "use #0"),
 }
 
