@@ -34,7 +34,7 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.labels import Outputs, choose_labels
 from layertap.models.plan.embedding import ModelEmbedding, choose_embedding, find_choice
-from layertap.models.plan.objectives import count_classes
+from layertap.models.plan.planner import count_classes
 from layertap.models.plan.projections import read_projection
 from layertap.models.run import fingerprint
 from layertap.models.run.costs import locate_history

@@ -1,1 +1,1 @@
-"""Selectors looked up in a catalog, and the captures that they ask for."""
+"""What a request names, looked up in a catalog and made into a plan: read ``planner.py`` first."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import RequestError, SelectorError, escape
-from layertap.models.plan.matches import find_matches, make_keys, unknown_channels_error
-from layertap.models.plan.options import check_need
+from layertap.models.plan.matches import find_matches, make_keys
+from layertap.models.plan.options import check_channels, check_need, raise_first
 from layertap.models.plan.requested import Embedding, Reduction, Selector
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.points import format_path
@@ -61,9 +61,9 @@ def find_embedding(text: str, catalog: Catalog, pool: Pool | None, layout: str |
         keys = ", ".join(map(escape, make_keys(selector, taps[:5], catalog)))
         raise SelectorError(f"{escape(text)} names {len(taps)} tensors, an embedding is one", hint=f"name one: {keys}")
     info = taps[0].info
-    check_need("embedding", escape(text), info)
-    if pool is None and len(info.shape) > 1 and not info.has_axis("C"):
-        raise unknown_channels_error(taps[0], "an embedding")
+    raise_first(check_need("embedding", escape(text), info))
+    if pool is None:
+        raise_first(check_channels("an embedding", escape(text), info))
     return replace(selector, reduction=Reduction(pool=pool or _choose_pool(info)))
 
 

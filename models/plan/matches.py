@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -12,7 +12,7 @@ from layertap.models.errors import SelectorError, UnknownLayerError, escape, fin
 from layertap.models.plan.plan import Tap
 from layertap.models.plan.requested import Selector
 from layertap.models.plan.selectors import split_call
-from layertap.models.points import ATTENTION, GIVE_LAYOUT, LETTERS, NAME_AXES, OF_FUNCTIONS, SITES, Point, format_path
+from layertap.models.points import ATTENTION, LETTERS, NAME_AXES, OF_FUNCTIONS, SITES, Point, format_path
 
 MAX_SHOWN = 5  # names in a hint
 MAX_PATHS = 20  # paths, functions or types in a hint
@@ -31,12 +31,12 @@ def find_matches(selector: Selector, catalog: Catalog) -> tuple[list[Tap], list[
     if selector.function is not None:
         _check_function(selector, catalog)
     layers, skipped = _find_layers(selector, catalog)
-    if selector.site in ATTENTION and not any(layer.has_attention for layer in layers):
-        raise _no_attention_error(selector, catalog)
     taps = [tap for layer in layers for tap in _find_in_layer(selector, layer, catalog)]
     if not taps:
         errors = (_refused_error(selector, layer, call) for layer in layers for call in _find_calls(selector, layer))
-        raise next(filter(None, errors), None) or _no_call_error(selector, len(layers))
+        what = "has such a call, path or site" if selector.function is None else "calls such a function"
+        detail = f"{_describe(selector)} matches {len(layers)} layers, none of which {what}"
+        raise next(filter(None, errors), None) or UnknownLayerError(detail, hint=_list_attention(selector, catalog))
     return [_apply_layout(selector.layout, tap) if selector.layout is not None else tap for tap in taps], skipped
 
 
@@ -71,30 +71,6 @@ def format_point(point: Point, catalog: Catalog) -> str:
     """A point's canonical name: with its call if its layer has several, and with its site unless it is the output."""
     several = len(catalog.layers[point.layer].calls) > 1
     return _add_site(point.format_name(f"#{point.call}" if several else ""), point)
-
-
-def check_matches(
-    taps: Sequence[Tap], check: Callable[[Tap], None]
-) -> tuple[list[Tap], list[tuple[Tap, SelectorError]]]:
-    """The tensors that pass a check, and the others, each with its SelectorError."""
-    kept, refused = list[Tap](), list[tuple[Tap, SelectorError]]()
-    for tap in taps:
-        try:
-            check(tap)
-        except SelectorError as error:
-            refused.append((tap, error))
-        else:
-            kept.append(tap)
-    return kept, refused
-
-
-def unknown_channels_error(tap: Tap, what: str) -> SelectorError:
-    """The error for a tensor of which nothing proves an axis to hold channels."""
-    name, info = escape(tap.point.format_name()), tap.info
-    return SelectorError(
-        f"which axis of {name}, shape {list(info.shape)}, holds channels is not known, so {what} of it is not defined",
-        hint=f"{GIVE_LAYOUT}; or use pool 'flatten' or 'none'",
-    )
 
 
 def filter_layers(catalog: Catalog, match: str | None, kind: str | None, leaf: bool | None) -> list[Layer]:
@@ -163,9 +139,7 @@ def _get_layer(name: str, catalog: Catalog) -> Layer:
         hint = suggest(find_nearest(name, catalog.layers, MAX_SUGGESTED)) or EVERY_LAYER
         raise UnknownLayerError(f"there is no layer {escape(name)}", hint=hint)
     if not layer.calls and catalog.tower:
-        parts = [escape(each) for each, other in catalog.layers.items() if other.calls and "." not in each]
-        hint = f"of the model's parts these do: {', '.join(parts[:MAX_SHOWN])}"
-        raise UnknownLayerError(f"layer {escape(name)} does not run for {catalog.tower}", hint=hint)
+        raise UnknownLayerError(f"layer {escape(name)} does not run for {catalog.tower}", hint=EVERY_LAYER)
     if not layer.calls:
         why = SCRIPTED if "scripted" in layer.hazards else "its parent uses it without calling it"
         raise UnknownLayerError(
@@ -234,22 +208,12 @@ def _check_function(selector: Selector, catalog: Catalog) -> None:
         )
 
 
-def _no_attention_error(selector: Selector, catalog: Catalog) -> UnknownLayerError:
+def _list_attention(selector: Selector, catalog: Catalog) -> str:
+    """A hint that lists layers with attention, if a selector asks for attention, else how to list what there is."""
+    if selector.site not in ATTENTION:
+        return "GET /models/MODEL/layers lists calls and paths, with ?functions=true functions"
     names = [escape(name) for name, layer in catalog.layers.items() if layer.has_attention]
-    subject = _describe(selector) if selector.is_glob else f"layer {escape(selector.pattern)}"
-    return UnknownLayerError(
-        f"{subject} computes no attention weights of its own, or none of (heads, queries, keys)",
-        hint=f"layers that do: {', '.join(names[:MAX_SHOWN])}" if names else "no layer of this model does",
-    )
-
-
-def _no_call_error(selector: Selector, layers: int) -> UnknownLayerError:
-    what = "calls such a function" if selector.function is not None else "has such a call, path or site"
-    listing = "?functions=true lists functions" if selector.function is not None else " lists calls and paths"
-    return UnknownLayerError(
-        f"{_describe(selector)} matches {layers} layers, none of which {what}",
-        hint=f"GET /models/MODEL/layers{listing}",
-    )
+    return f"layers that do: {', '.join(names[:MAX_SHOWN])}" if names else "no layer of this model does"
 
 
 def _refused_error(selector: Selector, layer: Layer, number: int) -> SelectorError | None:
@@ -276,11 +240,14 @@ def _no_tensor_error(selector: Selector, layer: Layer, number: int, catalog: Cat
     name = "/".join(filter(None, (layer.name, next(iter(functions)))))
     site = _describe_site(selector, name)
     tensors = [info for each in functions.values() for info in each.get_boundary(selector.site).tensors]
-    if not tensors and catalog.start:
-        return UnknownLayerError(
-            f"{site} does not follow from the output of {escape(catalog.start)} alone",
-            hint="ask for a layer that runs later, or send the model's own inputs",
+    if not tensors and selector.site in ATTENTION and call.attention is None:
+        detail = (
+            f"layer {escape(layer.name)} computes no attention weights of its own, or none of (heads, queries, keys)"
         )
+        return UnknownLayerError(detail, hint=_list_attention(selector, catalog))
+    if not tensors and catalog.start:
+        hint = "ask for a layer that runs later, or send the model's own inputs"
+        return UnknownLayerError(f"{site} does not follow from the output of {escape(catalog.start)} alone", hint=hint)
     if not tensors:
         return UnknownLayerError(f"{site} holds no tensor")
     wrong, hint = escape(format_path(selector.path or ())), _list_paths(tensors)
@@ -320,7 +287,7 @@ def _add_site(name: str, point: Point) -> str:
 
 def _apply_layout(layout: str, tap: Tap) -> Tap:
     """The tensor with a request's names for its axes; SelectorError if they can't be those."""
-    name, info = escape(tap.point.format_name()), tap.info
+    name, info = tap.name, tap.info
     if layout == info.layout:
         return tap
     named, hint = layout.replace("?", ""), f"write {NAME_AXES}; all but ? once"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
+from layertap.models.errors import InputError, SelectorError
 from layertap.models.plan.projections import project, to_tensor
 from layertap.models.plan.requested import Op, Operation, TensorData
 from layertap.models.points import AXES
@@ -29,7 +30,7 @@ class OperationSpec:
 
     change: Callable[[Tensor, Operation, Any], Tensor]
     number: str = ""
-    needs: tuple[str, ...] = ()  # at least one of them; only one if "tensor" is among them
+    needs: tuple[str, ...] = ()  # at least one of them, and exactly one if "tensor" is among them
     optional: tuple[str, ...] = ()
     by_row: bool = False  # each row gets its own operand: noise
 
@@ -42,16 +43,16 @@ def _add_noise(value: Tensor, operation: Operation, operand: Tensor | None) -> T
     return value if operand is None else value + operand * (operation.std or 0.0)
 
 
-ANY_VALUE = ("value", "tensor", "project")
+ANY_VALUE = ("value", "tensor", "from", "project")
 OPERATIONS: Mapping[Op, OperationSpec] = {
     "zero": OperationSpec(lambda value, operation, operand: torch.zeros_like(value)),
-    "scale": OperationSpec(lambda value, operation, operand: value * operand, "by", needs=("by", "tensor")),
-    "add": OperationSpec(lambda value, operation, operand: value + operand, "value", needs=ANY_VALUE),
+    "scale": OperationSpec(lambda value, operation, operand: value * operand, "by", ("by", "tensor", "from")),
+    "add": OperationSpec(lambda value, operation, operand: value + operand, "value", ANY_VALUE),
     "clamp": OperationSpec(lambda value, each, operand: value.clamp(each.min, each.max), needs=("min", "max")),
     "relu": OperationSpec(lambda value, operation, operand: value.relu()),
     "square": OperationSpec(lambda value, operation, operand: value.square()),
     "tanh": OperationSpec(lambda value, operation, operand: value.tanh()),
-    "replace": OperationSpec(_replace, "value", needs=ANY_VALUE),
+    "replace": OperationSpec(_replace, "value", ANY_VALUE),
     "noise": OperationSpec(_add_noise, needs=("std",), optional=("seed",), by_row=True),
 }
 
@@ -173,3 +174,24 @@ def _change_part(
     (axis, indices), *rest = axes
     index = torch.as_tensor(indices, device=value.device)
     return value.index_copy(axis, index, _change_part(value.index_select(axis, index), rest, change))
+
+
+def take_part(row: RowTensor, operation: Operation, changed: TensorInfo) -> TensorData:
+    """The part of a row of another input that an operation inserts into a row that has the shape of ``changed``.
+
+    SelectorError if the two parts' shapes differ, as for texts of different lengths.
+    """
+    if row.token_mask is not None and row.info.token_axes:
+        (row,) = row.strip()
+    try:
+        part = row.index_select(operation.indices_by_axis)
+    except InputError as error:
+        hint = "name indices that both inputs have"
+        raise SelectorError(f"of the input in 'from': {error.detail}", hint=hint) from None
+    if row.info.entries_per_row == 1 and row.info.row_axis is not None:
+        part = part.squeeze(row.info.row_axis)
+    wanted = compute_part_shape(changed, operation)
+    if tuple(part.shape) != wanted:
+        detail = f"what is taken of the input in 'from' has shape {list(part.shape)}, and {list(wanted)} is changed"
+        raise SelectorError(detail, hint="name the tokens that are changed, or send texts of one length")
+    return TensorData(tuple(part.shape), part.float().contiguous().numpy().astype("<f4").tobytes())

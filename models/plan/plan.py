@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, TensorInfo
 from layertap.models.devices.devices import TORCH_DTYPES
+from layertap.models.errors import escape
 from layertap.models.plan.poolings import POOLINGS
 from layertap.models.plan.projections import count_projected_bytes, describe_projection
 from layertap.models.plan.requested import BY_AXIS, Objective, Operation, Projection, Reduction
@@ -32,6 +33,11 @@ class Tap:
 
     point: Point
     info: TensorInfo
+
+    @property
+    def name(self) -> str:
+        """The point's name without call and site, in quotes, safe to show."""
+        return escape(self.point.format_name())
 
 
 def get_call(point: Point, catalog: Catalog) -> Call:
@@ -219,11 +225,6 @@ class Plan:
         return (*self.captures, *self.resolved_interventions, *objectives)
 
     @property
-    def changed_selectors(self) -> tuple[tuple[str, ...], ...]:
-        """What each intervention changes, as selectors."""
-        return tuple(tuple(change.point.text for change in changes) for changes in self.interventions)
-
-    @property
     def has_graph(self) -> bool:
         """Whether a backward follows."""
         return self.objective is not None
@@ -257,21 +258,15 @@ class Plan:
 
     def list_sizes(self, rows: int) -> Sequence[ResultSize]:
         """The size of each result."""
-        return self._size(rows)[0]
+        return [result.measure(rows) for result in self.results]
 
     def nbytes(self, rows: int) -> int:
-        """Bytes of all results as arrays."""
-        return self._size(rows)[1]
-
-    def _size(self, rows: int) -> tuple[Sequence[ResultSize], int]:
-        """The size of each result, and their bytes; cached, as each request asks several times and plans are reused."""
-        size = self._sizes.get(rows)
-        if size is None:
-            sizes = [result.measure(rows) for result in self.results]
-            size = self._sizes[rows] = sizes, sum(each.nbytes for each in sizes)
-        return size
+        """Bytes of all results as arrays; kept, because each request asks several times and plans are reused."""
+        if rows not in self._nbytes:
+            self._nbytes[rows] = sum(size.nbytes for size in self.list_sizes(rows))
+        return self._nbytes[rows]
 
     @cached_property
-    def _sizes(self) -> dict[int, tuple[Sequence[ResultSize], int]]:
-        """Sizes by number of rows; at most as many entries as a request may have inputs."""
+    def _nbytes(self) -> dict[int, int]:
+        """Bytes by number of rows; at most as many entries as a request may have inputs."""
         return {}

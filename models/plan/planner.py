@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
 
-from layertap.models.catalog.catalog import TENSORS, Catalog
-from layertap.models.devices.devices import DTYPES
+from layertap.models.catalog.catalog import TENSORS, Catalog, TensorInfo
+from layertap.models.catalog.row_tensor import describe_position
 from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
-from layertap.models.plan.interventions import resolve_intervention
-from layertap.models.plan.matches import check_matches, find_matches, format_point, make_keys, unknown_channels_error
-from layertap.models.plan.objectives import check_gradient, resolve_objective
-from layertap.models.plan.options import TextLengths, check_indices, check_need
+from layertap.models.labels import Outputs
+from layertap.models.plan.matches import find_matches, format_point, make_keys
+from layertap.models.plan.objectives import OBJECTIVES
+from layertap.models.plan.operations import compute_part_shape
+from layertap.models.plan.options import (
+    TextLengths,
+    check_change,
+    check_gradient,
+    check_kind,
+    check_need,
+    check_objective,
+    check_parameters,
+    check_reduction,
+    is_scores,
+    raise_first,
+    split_refused,
+)
 from layertap.models.plan.plan import (
     Capture,
     Plan,
@@ -24,11 +36,9 @@ from layertap.models.plan.plan import (
     get_boundary,
     get_call,
 )
-from layertap.models.plan.poolings import POOLINGS
-from layertap.models.plan.projections import NO_PROJECTIONS, Projections, check_projection, find_projection
-from layertap.models.plan.requested import BY_AXIS, Intervention, Objective, Reduction, Selector
-from layertap.models.plan.statistics import get_statistic
-from layertap.models.points import ATTENTION, GRADIENTS, Point
+from layertap.models.plan.projections import NO_PROJECTIONS, Projections, find_projection
+from layertap.models.plan.requested import Intervention, Objective, Operation, Reduction, Selector
+from layertap.models.points import ATTENTION, EDITABLE, GRADIENTS, Point
 
 MAX_FAULTS = 16  # finding near matches takes time
 MAX_SHOWN = 10  # names in a warning
@@ -43,13 +53,10 @@ def make_plan(
     lengths: TextLengths | None = None,
     projections: Projections = NO_PROJECTIONS,
 ) -> Plan:
-    """The plan for a request's selectors, interventions and objective.
+    """The plan for a request's selectors, interventions and objective; the caller compares sizes with its limits.
 
-    ``lengths`` are of its texts, ``projections`` the model's own by name.
-
-    RequestError with a fault for each selector that can't be met, the first few of many (a fault's pointer is
-    ``/layers/INDEX`` or ``/interventions/INDEX``), SelectorError if two results have the same key. The caller
-    compares sizes with its limits.
+    ``lengths`` are of its texts, ``projections`` the model's own by name. RequestError with a fault for each entry that
+    can't be met, the first few of many, at ``/layers/INDEX`` …; SelectorError if two results have the same key.
     """
     if not selectors:
         raise SelectorError("the request names no layer", hint="name at least one in 'layers'")
@@ -58,10 +65,9 @@ def make_plan(
     changes: list[list[ResolvedIntervention]] = []
     skipped, left_out = list[str](), list[str]()
     resolved = None
-    if objective is not None:
-        with collect_faults(faults, "/objective"):
-            resolved = resolve_objective(objective, catalog, lengths)
-        raise_faults(faults)
+    with collect_faults(faults, "/objective"):
+        resolved = resolve_objective(objective, catalog, lengths) if objective is not None else None
+    raise_faults(faults)
     for index, selector in enumerate(selectors):
         with collect_faults(faults, f"/layers/{index}"):
             selector = replace(selector, reduction=find_projection(selector.reduction, projections))
@@ -76,10 +82,11 @@ def make_plan(
     points = [result.capture.point for _, results in found for result in results]
     whole = {result.capture.point for selector, results in found if selector.path is None for result in results}
     gradients = [point for point in points if point.site in GRADIENTS]
-    if resolved is not None and not gradients:
-        raise SelectorError("an objective is given, but no gradient is asked for", hint="add ':grad_output' to a layer")
     if resolved is not None:
         points.append(resolved.point)
+        if not gradients:
+            hint = "add ':grad_output' to a layer"
+            raise SelectorError("an objective is given, but no gradient is asked for", hint=hint)
     last = max(points, key=lambda point: get_boundary(point, catalog).order)
     reached = tuple(tuple(each for each in every if _is_reached(each.point, last, catalog)) for every in changes)
     made = {each.point: each for every in reached for each in every}
@@ -170,21 +177,19 @@ def _resolve_layer(
     """
     taps, skipped = find_matches(selector, catalog)
     keys = dict(zip((tap.point for tap in taps), make_keys(selector, taps, catalog), strict=True))
-    excluded = dict(selector.excluded or ())
+    reduction, excluded = selector.reduction, dict(selector.excluded or ())
     if selector.site in GRADIENTS:
-        taps, refused = check_matches(taps, lambda tap: check_gradient(tap, objective, catalog))
-        if not taps:
-            raise refused[0][1]
-    taps, refused = check_matches(taps, lambda tap: _check_kind(tap, selector.reduction, excluded.get(tap.point, "")))
-    if refused and not (selector.is_glob and taps):
-        raise refused[0][1]
+        taps, refused = split_refused(taps, lambda tap: check_gradient(tap, objective, catalog))
+        raise_first(refusal for _, refusal in refused if not taps)
+    taps, refused = split_refused(taps, lambda tap: check_kind(tap, reduction, excluded.get(tap.point, "")))
+    raise_first(refusal for _, refusal in refused if not (selector.is_glob and taps))
     results = []
     for tap in taps:
-        _check_reduction(tap, selector.reduction, catalog, lengths)
+        raise_first(check_reduction(tap, reduction, catalog, lengths))
         length = lengths.kept if lengths is not None and tap.info.token_axes else None
-        capture = Capture(tap.point, tap.info, selector.reduction, length)
+        capture = Capture(tap.point, tap.info, reduction, length)
         results.append(Result(keys[tap.point], capture, catalog.layers[tap.point.layer].type))
-    return results, skipped, [error.detail for _, error in refused]
+    return results, skipped, [detail for _, (detail, _) in refused]
 
 
 def _collect_results(found: Sequence[tuple[Selector, Sequence[Result]]]) -> Iterator[Result]:
@@ -196,81 +201,129 @@ def _collect_results(found: Sequence[tuple[Selector, Sequence[Result]]]) -> Iter
             if selector.is_glob and selector.alias is None and result.capture in literal:
                 continue
             if captures.get(result.key, result.capture) != result.capture:
-                raise SelectorError(
-                    f"two different results would both be called {escape(result.key)}",
-                    hint='give one of them another name by \'as\', for example "as": "b"; '
-                    "results of a pattern are then called b.NAME",
-                )
+                detail = f"two different results would both be called {escape(result.key)}"
+                hint = 'give one another name by \'as\', for example "as": "b": those of a pattern are then b.NAME'
+                raise SelectorError(detail, hint=hint)
             if result.key not in captures:
                 captures[result.key] = result.capture
                 yield result
 
 
-def _check_kind(tap: Tap, reduction: Reduction, excluded: str) -> None:
-    """SelectorError if a tensor is ``excluded``, or of a kind that this reduction can never return."""
-    name = escape(tap.point.format_name())
-    if excluded:
-        raise SelectorError(f"{name} {excluded}")
-    if tap.info.dtype not in DTYPES:
-        raise SelectorError(f"{name} is of dtype {tap.info.dtype}, which no reply format carries")
-    if reduction.is_by_row:
-        check_need("pool" if reduction.stats is None else "stats", name, tap.info)
+def resolve_intervention(
+    intervention: Intervention,
+    objective: ResolvedObjective | None,
+    catalog: Catalog,
+    lengths: TextLengths | None = None,
+    projections: Projections = NO_PROJECTIONS,
+) -> list[ResolvedIntervention]:
+    """The changes of an intervention, one for each tensor that its selector names; without a call at every call.
 
-
-def _check_reduction(tap: Tap, reduction: Reduction, catalog: Catalog, lengths: TextLengths | None) -> None:
-    """SelectorError if a tensor can't be reduced that way."""
-    name, info, known = escape(tap.point.format_name()), tap.info, catalog.sizes_known
-    if reduction.project is not None:
-        info = check_projection(name, info, reduction.project, known)
-        tap = replace(tap, info=info)
-    if reduction.stats is not None:
-        _check_stats(name, tap, reduction, known)
-    if reduction.normalize and reduction.pool == "none":
-        raise SelectorError("'normalize' needs a pooled result", hint="add a pool: 'mean', 'flatten', …")
-    pooling = POOLINGS[reduction.pool]
-    if pooling.by_channel and known and 0 in info.shape:
-        empty = f"axis {info.shape.index(0)} of {name}, shape {list(info.shape)}, is empty"
-        raise SelectorError(f"{empty}: it has no '{reduction.pool}'", hint="use pool 'flatten' or 'none'")
-    if pooling.by_channel and len(info.shape) > 1 and not info.has_axis("C"):
-        raise unknown_channels_error(tap, f"'{reduction.pool}'")
-    if pooling.first_token and not info.prefix and not info.token_axes:
-        raise SelectorError(f"{name} has no class token", hint="use pool 'mean'")
-    if pooling.last_token and not info.has_axis("T"):
-        raise SelectorError(f"{name} has no tokens", hint="use pool 'mean'")
-    if reduction.dtype == "int8" and reduction.pool == "none" and info.row_axis not in (0, None):
-        raise SelectorError(
-            f"{name} has its rows on axis {info.row_axis}, so int8 would scale them all together",
-            hint="add a pool, or ask for 'float16'",
+    A gradient without a named call is changed at the calls that the objective depends on. UnknownLayerError or
+    SelectorError for a site that can't be changed, parameters that the operation does not take, or a part that a
+    tensor does not have.
+    """
+    operation, selector = find_projection(intervention.operation, projections), intervention.selector
+    if selector.site not in EDITABLE:
+        hint = f"use {' or '.join(map(repr, sorted(EDITABLE)))}"
+        raise SelectorError(f"an intervention at {escape(selector.site)} is not possible", hint=hint)
+    raise_first(check_parameters(operation))
+    every_call = selector.call is None
+    taps, _ = find_matches(replace(selector, call="*") if every_call else selector, catalog)
+    floating, refused = split_refused(taps, lambda tap: check_need("op", tap.name, tap.info))
+    raise_first(refusal for _, refusal in refused if not floating)
+    if selector.site in GRADIENTS:
+        differentiable, refused = split_refused(floating, lambda tap: check_gradient(tap, objective, catalog))
+        # Without a call, only the calls of a layer that have a gradient are changed, unless none has.
+        known = {_without_call(tap) for tap in differentiable if every_call}
+        raise_first(refusal for tap, refusal in refused if _without_call(tap) not in known)
+        floating = differentiable
+    fitting, refused = split_refused(floating, lambda tap: check_change(tap, operation, catalog, lengths))
+    for tap, (detail, hint) in refused:
+        others = [each.point for each in fitting if every_call and _without_call(each) == _without_call(tap)]
+        hint = f"name one call: {escape(others[-1].text.removesuffix(':output'))}" if others else hint
+        raise SelectorError(detail, hint=hint)
+    return [
+        ResolvedIntervention(
+            tap.point, tap.info, operation, _find_source(tap, operation, catalog), get_call(tap.point, catalog).is_view
         )
-    for option, indices in reduction.indices.items():
-        check_indices(option, name, info, indices, lengths, sizes_known=known)
-        if option == "channels" and info.axis("C") in info.token_axes and min(indices, default=0) < 0:
-            detail = f"the channels of {name} are tokens, of which each text has its own number"
-            raise SelectorError(detail, hint="count from the first, 0")
+        for tap in floating
+    ]
 
 
-def _check_stats(name: str, tap: Tap, reduction: Reduction, known: bool) -> None:
-    """SelectorError if a tensor's statistics are not defined, or can't be merged over all inputs."""
-    info, stats = tap.info, reduction.stats or ()
-    others = [each for each in ("pool", "normalize", "dtype") if getattr(reduction, each) != getattr(Reduction(), each)]
-    if others:
-        raise SelectorError(
-            f"'stats' of {name} contradicts {escape(others[0])}: statistics are float32, in place of the values",
-            hint=f"leave {' and '.join(map(escape, others))} out of this entry, or 'stats'",
-        )
-    if known and prod(info.shape) == 0:
-        raise SelectorError(f"{name}, shape {list(info.shape)}, holds no value", hint="leave 'stats' out")
-    if reduction.by is not None:
-        check_need("by", name, info, BY_AXIS[reduction.by])
-    if "entropy" in stats and not (tap.point.site == "attention" and info.has_axis("K")):
-        raise SelectorError(f"{name} is no attention, which 'entropy' is of", hint="add the site 'attention'")
-    if reduction.over is None:
-        return
-    if unmerged := [each for each in stats if get_statistic(each, reduction.edges).merge is None]:
-        detail = f"'{unmerged[0]}' of {name} is of each input only: its bins are other ones in each"
-        raise SelectorError(detail, hint=f"give the 'edges' of its bins, or leave '{unmerged[0]}' or 'over' out")
-    if "std" in stats and "mean" not in stats:
-        raise SelectorError(f"'std' of {name} over all inputs is made of their means too", hint="add 'mean' to 'stats'")
-    if info.token_axes:
-        detail = f"{name} has as many values as an input has tokens, so inputs of several lengths count differently"
-        raise SelectorError(detail, hint="leave 'over' out, and weigh the rows yourself")
+def _find_source(tap: Tap, operation: Operation, catalog: Catalog) -> Capture | None:
+    """The capture of another input that an intervention needs; None if it needs none.
+
+    SelectorError if the tensor has no entry for each row, or its part has another shape than the changed one.
+    """
+    if operation.source is None:
+        return None
+    taps = [tap] if operation.source.selector is None else find_matches(operation.source.selector, catalog)[0]
+    if len(taps) != 1:
+        raise SelectorError(f"'from' names {len(taps)} tensors", hint="name one: 'LAYER#0[path]'")
+    source, infos = taps[0], (taps[0].info, tap.info)
+    if GRADIENTS & {source.point.site, tap.point.site}:
+        raise SelectorError("'from' takes values, not gradients", hint="name an output, an input or attention")
+    raise_first(check_need("from", source.name, source.info, "".join(operation.indices_by_axis)))
+    if catalog.sizes_known and len({compute_part_shape(each.with_length(1), operation) for each in infos}) > 1:
+        there, here = (list(compute_part_shape(each, operation)) for each in infos)
+        detail = f"what {source.name} has there is {there}, and {here} is changed"
+        raise SelectorError(detail, hint="name a layer whose output has that shape")
+    return Capture(source.point, source.info, Reduction())
+
+
+def _without_call(tap: Tap) -> tuple[str, str, tuple[str, ...]]:
+    """A key that all calls of a module share."""
+    return tap.point.layer, tap.point.function, tap.point.path
+
+
+def resolve_objective(objective: Objective, catalog: Catalog, lengths: TextLengths | None = None) -> ResolvedObjective:
+    """The objective with its tensor. SelectorError if it does not fit the model's or the layer's output."""
+    tap, spec = _find_tap(objective, catalog), OBJECTIVES[objective.kind]
+    if spec.of_classes and objective.klass is None and objective.target is None:
+        objective = replace(objective, klass="top")
+    if spec.of_probabilities:
+        outputs = objective.outputs or dict(catalog.traits.outputs).get(tap.point.path)
+        objective = replace(objective, outputs=None if outputs == "logits" else outputs)
+    raise_first(check_objective(objective, tap.info, catalog, lengths))
+    if objective.reduction in spec.reductions[:1]:
+        objective = replace(objective, reduction=None)  # one fingerprint for the default, named or not
+    return ResolvedObjective(tap.point, tap.info, objective)
+
+
+def find_outputs(catalog: Catalog) -> Outputs:
+    """Whether the model's output has logits, probabilities or log probabilities for its classes."""
+    info = _choose_output(catalog, Objective())
+    return dict(catalog.traits.outputs).get(info.path, "logits") if info is not None else "logits"
+
+
+def count_classes(catalog: Catalog) -> int | None:
+    """How many classes the model's output scores for each row, token or pixel; None if it has no class axis."""
+    info = _choose_output(catalog, Objective())
+    info = describe_position(info, None) if info is not None else None
+    return info.size("C") if info is not None and info.row_axis is not None and info.has_axis("C") else None
+
+
+def _find_tap(objective: Objective, catalog: Catalog) -> Tap:
+    """The tensor that an objective is computed from: a layer's only output, or the best of the model's outputs."""
+    if objective.selector is not None:
+        taps, _ = find_matches(objective.selector, catalog)
+        floating = [tap for tap in taps if tap.info.is_floating and tap.point.site == "output"]
+        if len(floating) == 1:
+            return floating[0]
+        detail = f"the objective's layer names {len(floating)} floating outputs"
+        raise SelectorError(detail, hint="name one: 'LAYER#0[path]'")
+    info = _choose_output(catalog, objective)
+    if info is None:
+        raise SelectorError("the model returns no floating tensor to differentiate", hint='use kind "layer"')
+    return Tap(Point(".", 0, info.path, "output"), info)
+
+
+def _choose_output(catalog: Catalog, objective: Objective) -> TensorInfo | None:
+    """The model's floating output named ``logits``, else one shaped like scores, else the first; None without any."""
+    of_classes = OBJECTIVES[objective.kind].of_classes
+
+    def rank(info: TensorInfo) -> tuple[bool, bool]:
+        scores = describe_position(info, objective.position)
+        return info.path != ("logits",), of_classes and not is_scores(scores)
+
+    return min((info for info in catalog.outputs if info.is_floating), key=rank, default=None)

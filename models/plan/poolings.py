@@ -22,21 +22,15 @@ GEM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Pooling:
-    """A pooling and its properties; ``compute`` is None if the tensor stays as it is.
+    """A pooling and its properties."""
 
-    ``by_channel``: the result is (N, C), so the layout must be known. ``combines``: values are combined, so padding
-    must be left out and the rows of a batch kept apart. ``averages``: integers become floats.
-    ``skips_prefix``: class and register tokens are left out. ``first_token``, ``last_token``: the first token is
-    taken, or the last one before the row's padding.
-    """
-
-    compute: Callable[[RowTensor, int], Tensor] | None
-    by_channel: bool = True
-    combines: bool = True
-    averages: bool = False
-    skips_prefix: bool = True
-    first_token: bool = False
-    last_token: bool = False
+    compute: Callable[[RowTensor, int], Tensor] | None  # None: the tensor stays as it is
+    by_channel: bool = True  # the result is (N, C), so the layout must be known
+    combines: bool = True  # values are combined: padding must be left out, and the rows of a batch kept apart
+    averages: bool = False  # integers become floats
+    skips_prefix: bool = True  # class and register tokens are left out
+    first_token: bool = False  # the first token is taken
+    last_token: bool = False  # the last token before the row's padding is taken
 
 
 def _mean(rows: RowTensor, skip: int) -> Tensor:

@@ -14,14 +14,12 @@ from torch import Tensor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.errors import LoadError, SelectorError, TooLargeError, escape, find_nearest, suggest
-from layertap.models.plan.options import check_need
 from layertap.models.plan.requested import LinearStep, Operation, Projection, Reduction, TensorData
 from layertap.models.sources.checkpoints import read_checkpoint
 
 Projections = Mapping[str, LinearStep]  # a model's projections, by name
 NO_PROJECTIONS: Projections = {}
 T = TypeVar("T", Reduction, Operation)
-MAX_BYTES = 2**30  # of one row after any step
 MAX_WEIGHTS, MAX_PRODUCTS = 2**28, 2**36  # in all steps of a request, and multiplications for each row
 
 
@@ -59,25 +57,6 @@ def find_projection(owner: T, known: Projections) -> T:
         raise SelectorError(f"the model has no projection {escape(name)}", hint=hint)
     found = tuple(replace(known[step.name], relu=step.relu) if step.name else step for step in steps)
     return replace(owner, project=found) if found else owner
-
-
-def check_projection(name: str, info: TensorInfo, projection: Projection, sizes_known: bool) -> TensorInfo:
-    """The projected tensor's description; SelectorError if steps do not fit, or their results are too large."""
-    check_need("project", name, info)
-    if info.axis("C") in (info.row_axis, *info.token_axes):
-        raise SelectorError(f"the channels of {name} are its rows or tokens", hint="leave 'project' out")
-    what, size = f"{name} has", info.size("C") if sizes_known else projection[0].channels[0]
-    for number, (takes, gives) in enumerate(step.channels for step in projection):
-        if size != takes:
-            raise SelectorError(
-                f"step {number} of 'project' takes {takes} channels, and {what} {size}",
-                hint="a weight is [K, C], as torch.nn.Linear has it: it takes C channels and gives K",
-            )
-        what, size = f"step {number} gives", gives
-    if (nbytes := count_projected_bytes(info, projection)) > MAX_BYTES:
-        detail = f"'project' makes {nbytes} bytes of {name} for each input, the limit is {MAX_BYTES}"
-        raise SelectorError(detail, hint="give fewer channels, or name another layer")
-    return describe_projection(info, projection)
 
 
 def describe_projection(info: TensorInfo, projection: Projection | None) -> TensorInfo:

@@ -25,16 +25,12 @@ Merge = Callable[[Numbers, Numbers, Numbers], Numbers]
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic; ``bins``: how many numbered columns it has, None for one column without a number.
-
-    ``merge`` computes the statistic of all rows from each row's statistic (axis 0), mean and number of values; None if
-    these are not enough. ``in_all``: it is among the statistics that ``true`` stands for.
-    """
+    """A statistic; ``merge`` makes that of all rows from each row's (axis 0), its mean and its number of values."""
 
     compute: Callable[[Tensor], Tensor]
-    merge: Merge | None
-    bins: int | None = None
-    in_all: bool = True
+    merge: Merge | None  # None: these are not enough
+    bins: int | None = None  # numbered columns; None: one column without a number
+    in_all: bool = True  # it is among the statistics that ``true`` stands for
 
 
 def get_statistic(name: str, edges: Sequence[float] | None = None, keys: int | None = None) -> Statistic:

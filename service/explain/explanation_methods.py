@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -19,7 +20,7 @@ from layertap.models.explanations.perturbations import (
     SmoothGrad,
 )
 from layertap.models.plan.matches import find_matches
-from layertap.models.plan.objectives import check_gradient
+from layertap.models.plan.options import check_gradient, raise_first
 from layertap.models.plan.plan import ResolvedObjective, Tap
 from layertap.models.plan.requested import Explanation, Intervention, Method, Operation, Rule, Selector
 from layertap.models.points import GRADIENTS, Point, Site
@@ -84,12 +85,10 @@ def guide_gradients(catalog: Catalog, objective: ResolvedObjective) -> tuple[Int
             continue
         for number in range(len(layer.calls)):
             selector = Selector(f"{name}#{number}:grad_output", name, number, site="grad_output")
-            try:
+            with suppress(SelectorError):  # the objective does not depend on this call
                 for match in find_matches(selector, catalog)[0]:
-                    check_gradient(match, objective, catalog)
-            except SelectorError:
-                continue  # the objective does not depend on this call
-            interventions.append(Intervention(selector, Operation("clamp", min=0.0)))
+                    raise_first(check_gradient(match, objective, catalog))
+                interventions.append(Intervention(selector, Operation("clamp", min=0.0)))
     if not interventions:
         raise SelectorError(
             "the objective of this model passes no module of type ReLU, so there is nothing to guide",

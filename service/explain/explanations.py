@@ -12,8 +12,8 @@ from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import LayertapError, RequestError, escape
 from layertap.models.explanations import maps
 from layertap.models.labels import Labels, Outputs
-from layertap.models.plan.objectives import find_outputs, resolve_objective
 from layertap.models.plan.plan import ResolvedObjective, ResultSize, Tap
+from layertap.models.plan.planner import find_outputs, resolve_objective
 from layertap.models.plan.requested import Explanation, Objective, Selector
 from layertap.models.plan.selectors import make_selector
 from layertap.models.run import fingerprint

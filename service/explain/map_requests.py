@@ -10,8 +10,8 @@ from math import prod
 
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.explanations.perturbations import PerturbationSettings
-from layertap.models.plan.objectives import resolve_objective
 from layertap.models.plan.plan import ResultSize
+from layertap.models.plan.planner import resolve_objective
 from layertap.models.plan.requested import Class, Explanation, Method, Objective
 from layertap.models.points import Site
 from layertap.models.run.model_info import ModelInfo

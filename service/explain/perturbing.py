@@ -15,8 +15,9 @@ from layertap.models.errors import InputError, SelectorError
 from layertap.models.explanations import maps
 from layertap.models.explanations.perturbations import Perturbation, PerturbationSettings
 from layertap.models.labels import name_classes
-from layertap.models.plan.objectives import OBJECTIVES, resolve_objective
+from layertap.models.plan.objectives import OBJECTIVES
 from layertap.models.plan.plan import ResolvedObjective, Tap
+from layertap.models.plan.planner import resolve_objective
 from layertap.models.plan.requested import (
     Explanation,
     InputOptions,

@@ -9,12 +9,11 @@ from math import prod
 
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.inputs.model_inputs import TextSpec
-from layertap.models.plan.interventions import resolve_intervention
-from layertap.models.plan.objectives import OBJECTIVES, resolve_objective
+from layertap.models.plan.objectives import OBJECTIVES
 from layertap.models.plan.operations import count_entries
 from layertap.models.plan.options import TextLengths, measure_lengths
 from layertap.models.plan.plan import Capture, ResolvedIntervention, ResolvedObjective, Result, get_boundary
-from layertap.models.plan.planner import collect_faults, raise_faults
+from layertap.models.plan.planner import collect_faults, raise_faults, resolve_intervention, resolve_objective
 from layertap.models.plan.requested import Intervention, Objective, Reduction, Sweep
 from layertap.models.points import GRADIENTS, Point
 from layertap.models.run import fingerprint

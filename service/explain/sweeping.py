@@ -15,8 +15,9 @@ from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import Fault, RequestError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.labels import name_classes
-from layertap.models.plan.objectives import make_target, resolve_objective
+from layertap.models.plan.objectives import make_target
 from layertap.models.plan.plan import Capture, Result, ResultSize
+from layertap.models.plan.planner import resolve_objective
 from layertap.models.plan.requested import InputOptions, Objective, Reduction, Sweep
 from layertap.models.plan.selectors import make_selector
 from layertap.models.run import fingerprint

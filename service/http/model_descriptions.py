@@ -8,7 +8,7 @@ from typing import Any
 from layertap.models.catalog.catalog import Layer, TensorInfo
 from layertap.models.inputs.model_inputs import TextSpec
 from layertap.models.plan.embedding import ModelEmbedding
-from layertap.models.plan.objectives import find_outputs
+from layertap.models.plan.planner import find_outputs
 from layertap.models.points import Site, format_path
 from layertap.models.registry import ModelEntry
 from layertap.models.run.model_info import ModelInfo

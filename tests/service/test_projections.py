@@ -211,7 +211,7 @@ PUT: Json = {"layer": "block3", "op": "replace", "project": "probe"}
 WEIGHTS = sent(torch.ones(270_000, 16, dtype=torch.uint8))
 REFUSED_REQUESTS: list[tuple[Json, str]] = [
     ({"interventions": [PUT]}, "/interventions/0: 'project' gives 5 channels, and 'block3' has 64; "),
-    ({"interventions": [PUT | {"value": 1}]}, "/interventions/0: op 'replace' takes 'project' or 'value', not both"),
+    ({"interventions": [PUT | {"value": 1}]}, "/interventions/0: op 'replace' takes 'value' or 'project', not both"),
     ({"interventions": [PUT | {"op": "relu"}]}, "/interventions/0: op 'relu' takes no 'project'"),
     (
         {"layers": [{"layer": "block1", "project": {"weight": WEIGHTS}, "pool": "mean"}]},

@@ -136,5 +136,8 @@ class PlannedRequest:
             rows_per_forward=(self.rows if unsplittable else 1) if catalog.crosses_rows or alone else None,
             preprocessed=self.preprocessed,
             labels=model.labels,
-            changed=plan.changed_selectors[: len(request.interventions)],
+            changed=tuple(
+                tuple(change.point.text for change in changes)
+                for changes in plan.interventions[: len(request.interventions)]
+            ),
         )

@@ -10,9 +10,9 @@ from math import prod
 
 import torch
 
+from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
-from layertap.models.plan.interventions import take_part
-from layertap.models.plan.operations import compute_part_shape
+from layertap.models.plan.operations import compute_part_shape, take_part
 from layertap.models.plan.plan import Capture, ResolvedIntervention, find_tensor
 from layertap.models.run import fingerprint
 from layertap.service.engine.batch import Job, Results
@@ -80,14 +80,16 @@ def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
     if not _list_sources(job):
         return job
     by_input = {source.input_index: (source, results) for source, results in answers}
+    mask = job.token_mask
 
     def fill(change: ResolvedIntervention) -> ResolvedIntervention:
         if change.source is None or change.operation.source is None:
             return change
         source, results = by_input[change.operation.source.input]
         value = torch.tensor(results[change.source].values)
+        changed = change.info if mask is None else change.info.with_length(int(mask.sum()))
         try:
-            tensor = take_part(value, change.source, change, source.token_mask, job.token_mask)
+            tensor = take_part(RowTensor(value, change.source.info, source.token_mask), change.operation, changed)
         except SelectorError as error:
             fault = error.to_fault(f"/inputs/{job.input_index}/interventions", job.input_index)
             raise RequestError.from_faults([fault]) from None

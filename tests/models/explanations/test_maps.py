@@ -13,7 +13,7 @@ from torch import nn
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import SelectorError
 from layertap.models.explanations.maps import grad_cam
-from layertap.models.plan.objectives import resolve_objective
+from layertap.models.plan.planner import resolve_objective
 from layertap.models.plan.requested import Objective
 from layertap.models.points import Point
 from layertap.models.run.extractor import FeatureExtractor

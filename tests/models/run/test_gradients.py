@@ -253,8 +253,8 @@ def test_a_pixel_of_scores(name: str) -> None:
 
 
 REFUSED = {
-    "beyond the rows": (Objective("logit", 0, position=(8, 0)), "between -8 and 7 and between -9 and 8"),
-    "before the columns": (Objective("logit", 0, position=(0, -10)), "between -8 and 7 and between -9 and 8"),
+    "beyond the rows": (Objective("logit", 0, position=(8, 0)), "between -8 and 7"),
+    "before the columns": (Objective("logit", 0, position=(0, -10)), "between -9 and 8"),
     "a token": (Objective("logit", 0, position=(0,)), "no tokens"),
     "a class beyond": (Objective("logit", 5, position=(0, 0)), "use 0 to 4"),
     "no position": (Objective("logit", 0), 'add "position": [0, 0]'),
