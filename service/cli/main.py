@@ -12,7 +12,6 @@ from layertap.models.errors import LayertapError
 from layertap.service.cli.bulk import bulk
 from layertap.service.cli.check import check
 from layertap.service.cli.console import format_error, stderr, stdout
-from layertap.service.cli.inspect import inspect
 from layertap.service.cli.load import load
 from layertap.service.cli.models import layers, plan
 from layertap.service.cli.pictures import explain, extract, show
@@ -20,7 +19,7 @@ from layertap.service.cli.serve import serve
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or that of typer's own copy of click
 app = typer.Typer(add_completion=False, help="Any layer of any PyTorch model, over HTTP.")
-for command in (serve, check, inspect, layers, plan, extract, show, explain, bulk, load):
+for command in (serve, check, layers, plan, extract, show, explain, bulk, load):
     app.command()(command)
 
 
