@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from io import BytesIO
+from math import prod
 from threading import Lock
 
 import torch
@@ -22,16 +23,8 @@ log = logging.getLogger("layertap")
 MAX_GROUP_PIXELS = 2**26  # in a batch of several pictures; a decoded pixel takes three bytes
 TRIAL_SIZE = (96, 64)  # width and height of the pictures that test a decoder
 MAX_DIFFERENCE = 4 / 255  # largest mean difference from Pillow, before normalisation; wrong colours differ by more
-
-
-@dataclass(eq=False)
-class _Picture:
-    """A JPEG, its width and height, and, once it is ``settled``, its row, None if decoding failed."""
-
-    data: bytes
-    size: tuple[int, int]
-    row: Tensor | None = None
-    settled: bool = False
+Row = Future[Tensor | None]  # None if decoding fails
+Picture = tuple[bytes, tuple[int, int], Row]  # a JPEG, its width and height, and its row
 
 
 class DeviceDecoder:
@@ -44,7 +37,7 @@ class DeviceDecoder:
         self._device = device
         self._spec = spec
         self._stream = transfer.create_stream(device) if device.type == "cuda" else None
-        self._waiting: deque[_Picture] = deque()
+        self._waiting: deque[Picture] = deque()
         self._queue, self._turn = Lock(), Lock()
 
     def decode_row(self, data: bytes, size: tuple[int, int]) -> Tensor | None:
@@ -52,48 +45,49 @@ class DeviceDecoder:
 
         None if it can't be decoded there for any reason.
         """
-        picture = _Picture(data, size)
+        row: Row = Future()
         with self._queue:
-            self._waiting.append(picture)
+            self._waiting.append((data, size, row))
         with self._turn:
-            while not picture.settled:
+            while not row.done():
                 group = self._take_group()
                 try:
                     self._decode_group(group)
                 finally:
-                    for each in group:
-                        each.settled = True
-        return picture.row
+                    for _, _, each in group:
+                        if not each.done():
+                            each.set_result(None)
+        return row.result()
 
-    def _take_group(self) -> list[_Picture]:
+    def _take_group(self) -> list[Picture]:
         """The pictures that have waited longest, up to ``MAX_GROUP_PIXELS``."""
-        group: list[_Picture] = []
+        group: list[Picture] = []
         pixels = 0
         with self._queue:
             while self._waiting:
-                pixels += self._waiting[0].size[0] * self._waiting[0].size[1]
+                pixels += prod(self._waiting[0][1])
                 if group and pixels > MAX_GROUP_PIXELS:
                     break
                 group.append(self._waiting.popleft())
         return group
 
-    def _decode_group(self, group: Sequence[_Picture]) -> None:
+    def _decode_group(self, group: Sequence[Picture]) -> None:
         """Decode pictures together; if that fails, one at a time, because one bad picture fails the whole batch."""
         with suppress(Exception):  # nvJPEG refuses, out of memory, a lost device: the CPU decodes the picture instead
-            for each, row in zip(group, self._decode_rows(group), strict=True):
-                each.row = row
+            for (_, _, row), decoded in zip(group, self._decode_rows(group), strict=True):
+                row.set_result(decoded)
             return
         if len(group) > 1:  # the failed attempt's memory is freed here
             for each in group:
                 self._decode_group([each])
 
-    def _decode_rows(self, group: Sequence[_Picture]) -> list[Tensor]:
+    def _decode_rows(self, group: Sequence[Picture]) -> list[Tensor]:
         """The rows of pictures, complete when this returns; on a GPU the decoder uses its own stream."""
         stream = torch.cuda.stream(self._stream) if self._stream else nullcontext()
         with torch.no_grad(), stream:
-            decoded = _decode_jpegs([each.data for each in group], self._device)
-            for each, pixels in zip(group, decoded, strict=True):
-                if tuple(pixels.shape) != (3, each.size[1], each.size[0]):
+            decoded = _decode_jpegs([data for data, _, _ in group], self._device)
+            for (_, (width, height), _), pixels in zip(group, decoded, strict=True):
+                if tuple(pixels.shape) != (3, height, width):
                     raise ValueError("a picture has another size than its header says")
             rows = [preprocess_pixels(pixels, self._spec) for pixels in decoded]
             if self._stream:

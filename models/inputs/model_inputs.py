@@ -22,36 +22,26 @@ SURVEY_TOKENS = 32  # tokens of the row for a model's survey
 
 @dataclass(frozen=True)
 class TextSpec:
-    """How a model takes text.
+    """How a model takes text."""
 
-    ``ids`` and ``mask`` are the names of its inputs; without a mask nothing may be padded. ``max_tokens`` includes
-    special tokens; ``pad`` is the padding id, ``vocabulary`` the number of ids. ``encode`` takes a text, the token
-    limit and the side to truncate, and returns the ids with special tokens, and the number of dropped tokens; it is
-    thread-safe; None if there is no tokenizer. ``is_fast``: it encodes a million characters in about a second, and
-    several texts at the same time. ``digest``: of the tokenizer. ``pads``: whether a text may be padded to share a
-    batch with longer ones, or runs at its own length; ``left_padding``: how a text whose mask begins with zeros is
-    passed to the model. ``truncate``: the side to truncate if the request does not say. ``prompts`` are prefixes that a
-    request selects by name, ``default_prompt`` is used if it names none; ``limits``: the tokens of texts with some of
-    these. ``separators``: a separator's id and how often a single text has it, if pairs have token types. If forwards
-    resume from a layer, its output replaces the ids: then ``vocabulary`` is 0, and ``axis`` is the item's token axis.
-    """
-
-    ids: str
-    mask: str | None
-    max_tokens: int
-    pad: int
-    vocabulary: int
-    is_fast: bool = True
+    ids: str  # the input's name; if forwards resume from a layer, its output replaces the ids
+    mask: str | None  # the input's name; without a mask nothing may be padded
+    max_tokens: int  # with special tokens
+    pad: int  # the padding id
+    vocabulary: int  # the number of ids; 0 if a layer's output replaces them
+    is_fast: bool = True  # ``encode`` takes a million characters in about a second, several texts at the same time
+    # Text, token limit, side to truncate → ids with special tokens, number of dropped tokens; thread-safe. None if
+    # there is no tokenizer.
     encode: Encode | None = field(default=None, repr=False, compare=False)
-    digest: str = ""
-    axis: int = 0
-    pads: bool = True
-    left_padding: LeftPadding = "as sent"
-    truncate: Truncate = "none"
-    prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
-    default_prompt: str = ""
-    limits: Mapping[str, int] = field(default_factory=dict, hash=False)
-    separators: tuple[int, int] | None = None
+    digest: str = ""  # of the tokenizer
+    axis: int = 0  # the item's token axis
+    pads: bool = True  # a text may be padded to share a batch with longer ones; else it runs at its own length
+    left_padding: LeftPadding = "as sent"  # how a text whose mask begins with zeros is passed to the model
+    truncate: Truncate = "none"  # if the request does not say
+    prompts: Mapping[str, str] = field(default_factory=dict, hash=False)  # prefixes that a request selects by name
+    default_prompt: str = ""  # used if a request names none
+    limits: Mapping[str, int] = field(default_factory=dict, hash=False)  # the tokens of texts with some prompts
+    separators: tuple[int, int] | None = None  # the id, and its count in a single text, if pairs have token types
 
     @property
     def takes_text(self) -> bool:
@@ -102,25 +92,19 @@ def number_tokens(mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The inputs of a model, and how pictures and texts become rows of them.
+    """The inputs of a model, and how pictures and texts become rows of them."""
 
-    ``model`` is the model's name. Floating rows are cast to ``dtype``. ``decoder`` decodes pictures on the model's
-    GPU; None if the CPU does. ``no_pictures``: why pictures can't be sent. With ``two_towers`` a row may have the
-    inputs of one tower only. ``tower``: the tower, if these are the inputs of one.
-    ``takes_plain``: pictures become rows without any step, as a caller would make them.
-    """
-
-    model: str
+    model: str  # its name
     specs: tuple[InputSpec, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # floating rows are cast to it
     preprocess: Preprocessing | None = None
     text: TextSpec | None = None
     decode: Decode = "exact"
-    decoder: DeviceDecoder | None = None
-    no_pictures: str = ""
-    two_towers: bool = False
-    tower: Tower | None = None
-    takes_plain: bool = False
+    decoder: DeviceDecoder | None = None  # decodes pictures on the model's GPU; None if the CPU does
+    no_pictures: str = ""  # why pictures can't be sent
+    two_towers: bool = False  # a row may have the inputs of one tower only
+    tower: Tower | None = None  # if these are the inputs of one
+    takes_plain: bool = False  # pictures become rows without any step, as a caller would make them
 
     @cached_property
     def towers(self) -> tuple[ModelInputs, ...]:

@@ -40,19 +40,15 @@ PILLOWS: dict[Interpolation, Image.Resampling] = {
 
 @dataclass(frozen=True)
 class LibraryProcessor:
-    """A library's image processor: ``run`` takes an RGB image and returns float32, (channels, height, width).
-
-    ``run`` is thread-safe and can be pickled. ``settings`` is a digest of the processor's settings.
-    ``size`` is the height and width of every row, None if it depends on the picture. ``background`` is put behind
-    transparent pictures. ``nearest`` are our steps that come closest to its settings: they bound how far it enlarges.
-    """
+    """A library's image processor."""
 
     name: str
-    settings: str
+    settings: str  # a digest of them
+    # RGB image → float32 (channels, height, width); thread-safe, can be pickled.
     run: Callable[[Image.Image], Tensor] = field(compare=False, repr=False)
-    size: tuple[int, int] | None = None
-    background: Color | None = None
-    nearest: PreprocessSpec | None = None
+    size: tuple[int, int] | None = None  # height and width of every row; None if they depend on the picture
+    background: Color | None = None  # put behind transparent pictures
+    nearest: PreprocessSpec | None = None  # our steps that come closest: they bound how far it enlarges
 
     def make_row(self, image: Image.Image) -> Tensor:
         """A picture's row; InputError if the library refuses the picture, or makes a row of another size."""
@@ -69,8 +65,7 @@ class LibraryProcessor:
 
     def describe(self) -> dict[str, Any]:
         """Everything that affects its rows, as plain data."""
-        background = {"background": self.background} if self.background is not None else {}
-        return {"processor": self.name, "settings": self.settings, **background}
+        return {"processor": self.name, "settings": self.settings, "background": self.background}
 
     def changes_pixels(self, decode: Decode) -> bool:
         """False: it always gets pictures decoded in full."""
@@ -89,34 +84,33 @@ def preprocess(
     *,
     fast: bool = False,
 ) -> Tensor:
-    """One row for the model: resize, centre crop, scale to 0…1, normalise.
-
-    ``image`` is upright and RGB; the result is float32, (3, height, width), contiguous, on the CPU.
-    An image smaller than the crop is padded with black, as in torchvision. For a picture that was decoded smaller,
-    ``size`` is its full width and height, and ``box`` the part of ``image`` that is the picture.
-    ``fast``: pixels may differ from Pillow's by one 8-bit step.
-    """
-    return normalize(fit_image(image, spec, size, box, fast=fast), spec)
+    """A row for the model, float32, (channels, height, width): what ``make_row`` makes, normalised."""
+    return normalize(make_row(image, spec, size, box, fast=fast), spec)
 
 
-def fit_image(
+def make_row(
     image: Image.Image,
-    spec: PreprocessSpec,
+    how: Preprocessing,
     size: tuple[int, int] | None = None,
     box: Box | None = None,
     *,
     fast: bool = False,
 ) -> Tensor:
-    """The pixels of a row before normalisation, a quarter of its bytes: uint8, (channels, height, width), contiguous.
+    """A picture's row before normalisation, uint8, (channels, height, width), or a library processor's own row.
 
-    The arguments are those of ``preprocess``.
+    ``image`` is upright and RGB; the row is contiguous, on the CPU. An image smaller than the crop is padded with
+    black, as in torchvision. For a picture that was decoded smaller, ``size`` is its full width and height, and ``box``
+    the part of ``image`` that is the picture. ``fast``: pixels may differ from Pillow's by one 8-bit step.
+    InputError if the library refuses the picture.
     """
-    if spec.channels == "gray":
+    if isinstance(how, LibraryProcessor):
+        return how.make_row(image)
+    if how.channels == "gray":
         image = image.convert("L")
-    pixels = np.asarray(_fit(image, spec, size or image.size, box, fast=fast))
+    pixels = np.asarray(_fit(image, how, size or image.size, box, fast=fast))
     pixels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
     # Made contiguous while still bytes: one channels-last row could change the kernel for the whole batch.
-    return torch.from_numpy(np.array(pixels[::-1] if spec.channels == "bgr" else pixels, order="C"))
+    return torch.from_numpy(np.array(pixels[::-1] if how.channels == "bgr" else pixels, order="C"))
 
 
 def _fit(
@@ -165,21 +159,6 @@ def _resize_by_torch(
     found = functional.interpolate(pixels, (high, wide), mode=spec.interpolation, antialias=True)[0]
     seen: NDArray[np.uint8] = found[:3, top : top + height, left : left + width].numpy()
     return seen[0] if len(seen) == 1 else seen.transpose(1, 2, 0)
-
-
-def make_row(
-    image: Image.Image,
-    how: Preprocessing,
-    size: tuple[int, int] | None = None,
-    box: Box | None = None,
-    *,
-    fast: bool = False,
-) -> Tensor:
-    """A picture's row for the queue: pixels that are not yet normalised, or the library processor's row.
-
-    The arguments are those of ``preprocess``. InputError if the library refuses the picture.
-    """
-    return how.make_row(image) if isinstance(how, LibraryProcessor) else fit_image(image, how, size, box, fast=fast)
 
 
 def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:

@@ -33,13 +33,11 @@ def from_torchvision(preset: Any) -> PreprocessSpec | None:
     """The spec of a preset from torchvision weights' ``transforms()``; None if it is not for single images."""
     if type(preset).__name__ not in ("ImageClassification", "SemanticSegmentation"):
         return None
-    return PreprocessSpec(
-        resize=_parse_size(preset.resize_size),
-        crop=_parse_size(getattr(preset, "crop_size", None)),
-        mean=tuple(preset.mean),
-        std=tuple(preset.std),
-        interpolation=preset.interpolation.value,
+    resize, crop = (
+        None if sides is None else sides[0] if len(sides) == 1 else (sides[0], sides[1])
+        for sides in (preset.resize_size, getattr(preset, "crop_size", None))
     )
+    return PreprocessSpec(resize, crop, tuple(preset.mean), tuple(preset.std), preset.interpolation.value)
 
 
 def from_timm(config: Mapping[str, Any]) -> PreprocessSpec | None:
@@ -63,15 +61,14 @@ def from_transformers(processor: Any) -> PreprocessSpec | None:
     None if pictures are resized neither to a short side nor to height and width.
     """
     settings: Callable[..., Any] = partial(getattr, processor)
-    resize, crop = (
-        _parse_transformers_size(settings(name, None)) if settings(wanted, False) else None
-        for name, wanted in (("size", "do_resize"), ("crop_size", "do_center_crop"))
-    )
+    does_resize = settings("do_resize", False)
+    resize = _parse_size(settings("size", None)) if does_resize else None
+    crop = _parse_size(settings("crop_size", None)) if settings("do_center_crop", False) else None
     share = settings("crop_pct", None)
     if share and isinstance(resize, int):
         resize, crop = int(resize / share), crop or resize
-    mode = RESAMPLINGS.get(settings("resample", None)) if settings("do_resize", False) else "bilinear"
-    if mode is None or (resize is None and settings("do_resize", False)):
+    mode = RESAMPLINGS.get(settings("resample", None)) if does_resize else "bilinear"
+    if mode is None or (resize is None and does_resize):
         return None
     # The rescaled value of a white pixel: we scale to 0…1, so the library's mean and std are divided by it.
     full = 255 * settings("rescale_factor") if settings("do_rescale", False) else 255
@@ -88,21 +85,15 @@ def from_transformers(processor: Any) -> PreprocessSpec | None:
     )
 
 
-def _parse_transformers_size(size: Any) -> int | tuple[int, int] | None:
+def _parse_size(size: Any) -> int | tuple[int, int] | None:
     """A short side or height and width, as transformers writes them; None for any other rule."""
-    size = size or {}
-    sides = {name: size.get(name) for name in ("height", "width", "shortest_edge", "longest_edge")}
-    known = {name: int(side) for name, side in sides.items() if side is not None}
-    if known.keys() == {"shortest_edge"}:
-        return known["shortest_edge"]
-    return (known["height"], known["width"]) if known.keys() == {"height", "width"} else None
-
-
-def _parse_size(sides: list[int] | None) -> int | tuple[int, int] | None:
-    """A short side or height and width, as torchvision writes them."""
-    if sides is None:
-        return None
-    return sides[0] if len(sides) == 1 else (sides[0], sides[1])
+    sides = ((name, (size or {}).get(name)) for name in ("height", "width", "shortest_edge", "longest_edge"))
+    match {name: int(side) for name, side in sides if side is not None}:
+        case {"shortest_edge": side, **others} if not others:
+            return side
+        case {"height": height, "width": width, **others} if not others:
+            return height, width
+    return None
 
 
 def choose_preprocessing(
@@ -124,7 +115,8 @@ def _choose(processor: LibraryProcessor) -> Preprocessing | str:
 
     A text if it fails on plain pictures: what it did with one.
     """
-    pictures = list(_draw_pictures(_find_side(processor.nearest)))
+    size = processor.nearest and (processor.nearest.resize or processor.nearest.crop)
+    pictures = list(_draw_pictures(min(list_sides(size)) if size else SIDE))
     try:
         row = processor.run(pictures[0])  # the plainest
     except Exception as error:  # a third party's code raises anything
@@ -150,10 +142,8 @@ def _is_same(row: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _is_equal(row: Tensor, wanted: Tensor | None, spec: PreprocessSpec) -> bool:
-    if wanted is None or row.shape != wanted.shape:
-        return False
     step = 255 * torch.tensor(spec.std).abs().view(-1, 1, 1)
-    return bool((((row - wanted) * step).abs() < TOLERANCE).all())
+    return wanted is not None and row.shape == wanted.shape and bool((((row - wanted) * step).abs() < TOLERANCE).all())
 
 
 def _try(processor: LibraryProcessor, image: Image.Image) -> Tensor | None:
@@ -173,17 +163,12 @@ def _find_background(processor: LibraryProcessor) -> Color | None:
     return WHITE if found is not None and _is_same(found, wanted) else None
 
 
-def _find_side(spec: PreprocessSpec | None) -> int:
-    """The short side that pictures are resized to, from which the test pictures' sizes follow."""
-    size = spec and (spec.resize or spec.crop)
-    return min(list_sides(size)) if size else SIDE
-
-
 def _draw_pictures(side: int) -> Iterator[Image.Image]:
-    """Test pictures: wide and tall, enlarged and reduced, smaller than a crop, with every rounding of a crop's offset.
+    """Test pictures, for a short side that they are resized to.
 
-    Colour noise makes each pixel count; a ramp has all gray levels. The first picture's long side is resized to an
-    integer plus two thirds: this tells truncation from rounding.
+    Wide and tall, enlarged and reduced, smaller than a crop, with every rounding of a crop's offset. Colour noise makes
+    each pixel count; a ramp has all gray levels. The first picture's long side is resized to an integer plus two
+    thirds: this tells truncation from rounding.
     """
     yield _draw_noise(side * 3 // 2 + 1, side * 3 // 2)
     yield _draw_noise(side * 3 + 1, side // 4)

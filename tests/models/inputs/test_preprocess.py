@@ -25,7 +25,7 @@ from layertap.models.inputs.preprocess import (
     LibraryProcessor,
     compute_least_size,
     compute_output_size,
-    fit_image,
+    make_row,
     normalize_batch,
     preprocess,
     preprocess_pixels,
@@ -143,7 +143,7 @@ def test_a_batch_has_the_bits_of_its_rows(scale: tuple[float, float] | None) -> 
     """Pixels that are normalised where the batch is: each row as if alone, the first one again as padding."""
     spec = replace(PLAIN, crop=24, scale=scale, mean=(0.48, 0.46, 0.41), std=(0.23, 0.22, 0.21))
     images = [IMAGES["china"], IMAGES["301x199"], IMAGES["40x300"]]
-    pixels = [fit_image(image, spec) for image in images]
+    pixels = [make_row(image, spec) for image in images]
     batch = normalize_batch([torch.stack(pixels[:2]), pixels[2][None]], spec, padding=2)
     rows = [preprocess(image, spec) for image in images]
     assert torch.equal(batch, torch.stack([*rows, rows[0], rows[0]]))
@@ -169,7 +169,7 @@ def by_torchvision(image: Image.Image, spec: PreprocessSpec) -> torch.Tensor:
 
 def steps_apart(size: tuple[int, int], spec: PreprocessSpec, *, fast: bool) -> torch.Tensor:
     """How many 8-bit steps the pixels of noise, the hardest picture, are from torchvision's."""
-    found, wanted = fit_image(noise(*size), spec, fast=fast), by_torchvision(noise(*size), spec)
+    found, wanted = make_row(noise(*size), spec, fast=fast), by_torchvision(noise(*size), spec)
     assert found.shape == wanted.shape
     assert found.is_contiguous()
     return (found.int() - wanted.int()).abs()
@@ -193,7 +193,7 @@ def test_only_the_crop_is_resized(size: tuple[int, int], interpolation: Interpol
 def test_fast_channels(more: dict[str, Any]) -> None:
     """Gray levels and colours in another order are resized sooner too."""
     spec = replace(PLAIN, resize=64, crop=56, **more)
-    apart = (fit_image(IMAGES["china"], spec, fast=True).int() - fit_image(IMAGES["china"], spec).int()).abs()
+    apart = (make_row(IMAGES["china"], spec, fast=True).int() - make_row(IMAGES["china"], spec).int()).abs()
     assert apart.shape == (spec.channel_count, 56, 56)
     assert apart.max() == 1
 
