@@ -9,8 +9,7 @@ import ctypes
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,11 +17,11 @@ from pathlib import Path
 from layertap.models.errors import AbsentError, LayertapError, LoadError
 from layertap.models.grammar import (
     ADAPTER_CONFIG,
-    is_importable,
+    SOURCES,
+    check_factory,
     not_installed_error,
     parse_device,
     parse_devices,
-    parse_factory,
     parse_source,
     parse_weights,
 )
@@ -37,50 +36,73 @@ DRIVER = "libcuda.so.1"
 def find_mistakes(specs: Mapping[int, ModelSpec], folders: Sequence[Path]) -> Iterator[tuple[Place, LayertapError]]:
     """The mistakes in numbered entries: the path to the field, which begins with the entry's number, and the error.
 
-    Factories are searched in ``folders`` too.
+    Factories are searched in ``folders`` too. They may register architectures: then names of these are not checked.
     """
-    registers = any(_may_register(spec, folders) for spec in specs.values())
+    registers = any(_may_register(spec.source, folders) for spec in specs.values())
     for number, spec in specs.items():
-        for place, check in _list_checks(spec, folders, registers):
-            try:
-                check()
-            except OSError as error:  # a path is too long, or a folder is not accessible
-                mistake: LayertapError = AbsentError(f"{error.filename} can't be read: {error.strerror}")
-            except LayertapError as error:
-                mistake = error
-            else:
-                continue
-            if spec.required or not isinstance(mistake, AbsentError):
-                yield (number, *place), mistake
+        mistakes: list[tuple[Place, LayertapError]] = []
+        _check(spec, folders, registers, partial(_note, mistakes, number))
+        yield from (each for each in mistakes if spec.required or not isinstance(each[1], AbsentError))
 
 
-def _list_checks(
-    spec: ModelSpec, folders: Sequence[Path], registers: bool
-) -> Iterator[tuple[Place, Callable[[], object]]]:
-    yield ("source",), partial(_check_source, spec, folders, registers)
-    yield ("weights",), partial(_check_weights, spec)
+def _may_register(text: str, folders: Sequence[Path]) -> bool:
+    """Whether a source is a factory that is there."""
+    with suppress(LayertapError, OSError):
+        source, ident = parse_source(text)
+        if source is SOURCES["python"]:
+            check_factory(ident, folders)
+            return True
+    return False
+
+
+@contextmanager
+def _note(mistakes: list[tuple[Place, LayertapError]], *place: str | int) -> Iterator[None]:
+    """Note what is raised inside as a mistake of that field."""
+    try:
+        yield
+    except OSError as error:  # a path is too long, or a folder is not accessible
+        mistakes.append((place, AbsentError(f"{error.filename} can't be read: {error.strerror}")))
+    except LayertapError as error:
+        mistakes.append((place, error))
+
+
+def _check(
+    spec: ModelSpec, folders: Sequence[Path], registers: bool, note: Callable[..., AbstractContextManager[None]]
+) -> None:
+    with note("source"):
+        source, ident = parse_source(spec.source)
+        if source.extra is not None:
+            _check_installed(source.extra)
+        if source.check is not None and not (registers and source.downloads):
+            source.check(ident, folders)
+    with note("weights"):
+        _check_weights(spec.weights)
     if spec.prefix:
-        yield ("prefix",), partial(_check_prefix, spec)
+        with note("prefix"):
+            if parse_weights(spec.weights).path is None:
+                raise LoadError("prefix is of names in a checkpoint, and weights names none", hint="leave prefix out")
     if spec.adapter:
-        yield ("adapter",), partial(_check_adapter, spec)
-    yield ("devices" if spec.devices else "device",), partial(_check_devices, spec)
+        with note("adapter"):
+            _check_installed("peft")
+            if not (Path(spec.adapter) / ADAPTER_CONFIG).is_file():
+                raise AbsentError(f"there is no {ADAPTER_CONFIG} in {spec.adapter}")
+    with note("devices" if spec.devices else "device"):
+        devices = parse_devices(spec.devices) if spec.devices else (parse_device(spec.device),)
+        if (not devices or devices[0][0] == "cuda") and not _may_have_gpu():
+            raise AbsentError("there is no GPU on this machine", hint="use device: auto or cpu")
     if spec.labels is not None:
-        yield ("labels",), partial(read_labels, spec.labels)
+        with note("labels"):
+            read_labels(spec.labels)
     if spec.embedding_layer is not None:
-        yield ("embedding",), partial(parse_selector, spec.embedding_layer)
+        with note("embedding"):
+            parse_selector(spec.embedding_layer)
     for name, path in spec.projections.items():
-        yield ("projections", name), partial(_check_weights, replace(spec, weights=path))
+        with note("projections", name):
+            _check_weights(path)
     for number, warm in enumerate(spec.warm):
         for at, text in enumerate(warm.layers):
-            yield ("warm", number, "layers", at), partial(parse_selector, text)
-
-
-def _check_source(spec: ModelSpec, folders: Sequence[Path], registers: bool) -> None:
-    source, ident = parse_source(spec.source)
-    if source.extra is not None:
-        _check_installed(source.extra)
-    if source.check is not None:
-        source.check(ident, folders, registers)
+            with note("warm", number, "layers", at):
+                parse_selector(text)
 
 
 def _check_installed(library: str) -> None:
@@ -88,35 +110,10 @@ def _check_installed(library: str) -> None:
         raise not_installed_error(library)
 
 
-def _may_register(spec: ModelSpec, folders: Sequence[Path]) -> bool:
-    """Whether a factory's module may register architectures: a missing module registers none."""
-    kind, _, ident = spec.source.partition(":")
-    with suppress(LayertapError):
-        return kind == "python" and is_importable(parse_factory(ident)[0].partition(".")[0], folders)
-    return False
-
-
-def _check_weights(spec: ModelSpec) -> None:
-    path = parse_weights(spec.weights).path
+def _check_weights(text: str) -> None:
+    path = parse_weights(text).path
     if path is not None and not path.exists():
         raise AbsentError(f"there is no file {path}")
-
-
-def _check_prefix(spec: ModelSpec) -> None:
-    if parse_weights(spec.weights).path is None:
-        raise LoadError("prefix is of names in a checkpoint, and weights names none", hint="leave prefix out")
-
-
-def _check_adapter(spec: ModelSpec) -> None:
-    _check_installed("peft")
-    if not (Path(spec.adapter) / ADAPTER_CONFIG).is_file():
-        raise AbsentError(f"there is no {ADAPTER_CONFIG} in {spec.adapter}")
-
-
-def _check_devices(spec: ModelSpec) -> None:
-    devices = parse_devices(spec.devices) if spec.devices else (parse_device(spec.device),)
-    if (not devices or devices[0][0] == "cuda") and not _may_have_gpu():
-        raise AbsentError("there is no GPU on this machine", hint="use device: auto or cpu")
 
 
 def _may_have_gpu() -> bool:

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path, PureWindowsPath
+from typing import Any
 
 from layertap.models.errors import AbsentError, LoadError, escape, find_nearest, label_failures, suggest
 
@@ -31,23 +33,16 @@ OLD_NAME = re.compile(r"['\"](\w+)['\"]\s*:")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """One kind of source, which a configuration writes before a colon; the text after it is the ``ident``.
+    """One kind of source, which a configuration writes before a colon; the text after it is the ``ident``."""
 
-    ``example`` shows the syntax. ``module`` is imported on first use; its ``build(ident, spec)`` returns a
-    BuiltModel. ``check`` raises LoadError for mistakes that can be found without torch: it takes the ident, the
-    folders that are searched for factories, and whether a factory of the configuration may register a library's
-    architectures, which can't be told from outside.
-    ``extra`` is the library, and the extra of this package, that it needs. ``find_path`` returns the path that the
-    ident is or begins with; empty if there is none. ``downloads``: weights that are neither a file nor a seed come
-    from the network.
-    """
-
-    example: str
-    module: str
-    check: Callable[[str, Sequence[Path], bool], None] | None = None
-    extra: str | None = None
+    example: str  # of the syntax
+    module: str  # imported on first use; its ``build(ident, spec)`` returns a BuiltModel
+    # LoadError for mistakes that can be found without torch, from the ident and the folders of factories.
+    check: Callable[[str, Sequence[Path]], None] | None = None
+    extra: str | None = None  # the library, and the extra of this package, that it needs
+    # The path that an ident is or begins with; empty if there is none.
     find_path: Callable[[str], str] = lambda ident: ""
-    downloads: bool = False
+    downloads: bool = False  # weights that are neither a file nor a seed come from the network, architectures by name
 
     def show(self, ident: str) -> str:
         """The ident, safe to show: only the last part of a path, without ``.py``."""
@@ -72,12 +67,9 @@ def parse_source(text: str) -> tuple[ModelSource, str]:
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """Where weights come from: a seed, a checkpoint, or, with neither, a name that the source knows.
+    """Where weights come from: a seed, a checkpoint, or, with neither, a name that the source knows."""
 
-    ``label`` is shown to people: it never contains a directory.
-    """
-
-    label: str
+    label: str  # for people, without a directory
     seed: int | None = None
     path: Path | None = None
 
@@ -157,6 +149,14 @@ def unknown_name_error(kind: str, ident: str, names: Iterable[str]) -> LoadError
     return LoadError(f"{kind} has no architecture {escape(shown)}", hint=suggest(matches))
 
 
+def import_library(name: str) -> Any:
+    """Import an optional library; AbsentError if it is not installed. By name: type checkers are slow on some."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise not_installed_error(name) from error
+
+
 def not_installed_error(library: str) -> AbsentError:
     """The error for a source whose library is not installed."""
     return AbsentError(f"{library} is not installed here", hint=f'type pip install "layertap[{library}]"')
@@ -179,13 +179,6 @@ def list_architectures(library: str, files: str = "**/*.py") -> frozenset[str]:
     return frozenset(names) if len(names) >= MIN_ARCHITECTURES else frozenset()
 
 
-def is_importable(package: str, folders: Sequence[Path]) -> bool:
-    """Whether a package is installed, or is in one of the folders."""
-    if package in sys.modules or PathFinder.find_spec(package, [str(folder) for folder in folders]) is not None:
-        return True
-    return find_spec(package) is not None
-
-
 def refuse_adapter(folder: Path) -> None:
     """AbsentError if a folder holds a PEFT adapter, which is no model by itself."""
     if (folder / ADAPTER_CONFIG).is_file():
@@ -194,53 +187,51 @@ def refuse_adapter(folder: Path) -> None:
         raise AbsentError(f"{shown} holds a PEFT adapter, which is no model by itself", hint=hint)
 
 
-def _check_architecture(library: str, ident: str, folders: Sequence[Path], registers: bool) -> None:
+def _check_architecture(ident: str, folders: Sequence[Path], library: str) -> None:
     """LoadError if a library has no architecture of that name (without its tag), AbsentError for a missing folder."""
     if SOURCES[library].find_path(ident):
-        _check_directory(ident, folders, registers)
+        _check_directory(ident, folders)
         return
     name = ident.partition(".")[0] if library == "timm" else ident  # only timm has tags
-    names = frozenset[str]() if registers else list_architectures(library)
+    names = list_architectures(library)
     if names and name not in names:
         raise unknown_name_error(library, ident, sorted(names))
 
 
-def _check_directory(ident: str, folders: Sequence[Path], registers: bool) -> None:
+def _check_directory(ident: str, folders: Sequence[Path]) -> None:
     """AbsentError if there is no directory in the hub's layout, or in the older sentence-transformers layout."""
     if not any((Path(ident) / name).is_file() for name in ("config.json", "modules.json")):
         refuse_adapter(Path(ident))
         raise AbsentError(f"there is no directory with a config.json at {ident}")
 
 
-def _check_factory(ident: str, folders: Sequence[Path], registers: bool) -> None:
+def check_factory(ident: str, folders: Sequence[Path]) -> None:
     """LoadError if a factory's syntax is wrong, AbsentError if its package or file is missing."""
     name, _ = parse_factory(ident)
+    package = name.partition(".")[0]
     if is_file(name):
         if not Path(name).is_file():
             raise AbsentError(f"there is no file {name}")
-        return
-    package = name.partition(".")[0]
-    if not is_importable(package, folders):
+    elif (
+        package not in sys.modules
+        and not PathFinder.find_spec(package, [*map(str, folders)])
+        and not find_spec(package)
+    ):
         shown = ", ".join(dict.fromkeys(map(str, folders)))
         raise AbsentError(f"there is no Python module {escape(package)} in {shown}, nor is it installed")
-
-
-def _find_file(ident: str) -> str:
-    name = ident.rpartition(":")[0]
-    return name if is_file(name) else ""
 
 
 SOURCES: dict[str, ModelSource] = {
     "torchvision": ModelSource(
         "torchvision:ARCH",
         "layertap.models.sources.torchvision",
-        partial(_check_architecture, "torchvision"),
+        partial(_check_architecture, library="torchvision"),
         downloads=True,
     ),
     "timm": ModelSource(
         "timm:ARCH",
         "layertap.models.sources.timm",
-        partial(_check_architecture, "timm"),
+        partial(_check_architecture, library="timm"),
         extra="timm",
         find_path=lambda ident: ident if ident.endswith("/") else "",
         downloads=True,
@@ -255,7 +246,7 @@ SOURCES: dict[str, ModelSource] = {
     "python": ModelSource(
         "python:package.module:factory",
         "layertap.models.sources.python",
-        _check_factory,
-        find_path=_find_file,
+        check_factory,
+        find_path=lambda ident: name if is_file(name := ident.rpartition(":")[0]) else "",
     ),
 }
