@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -51,9 +51,9 @@ from layertap.models.run.replica import (
 )
 from layertap.models.run.row_check import read_note
 from layertap.models.sources import build
-from layertap.models.sources.embeddings import KnownEmbedding, find_known_embedding
+from layertap.models.sources.embeddings import Choice, find_known_embeddings
 from layertap.models.sources.state_dict import digest_weights
-from layertap.models.spec import DType, EmbeddingChoice, EmbeddingSpec, ModelSpec
+from layertap.models.spec import DType, EmbeddingSpec, ModelSpec
 
 log = logging.getLogger("layertap")
 NO_MEMORY_HINT = "load fewer models on this device, or give this one a smaller dtype or input"
@@ -144,9 +144,10 @@ def load_model(
                 forward(make_row())
                 forward.settle()
         forward.begin()
-        known = built.embedding or find_known_embedding(module, next(iter(make_row().values())))
+        row = next(iter(make_row().values()))
+        choices, classifier = (built.embeddings, False) if built.embeddings else find_known_embeddings(module, row)
         forward.restore(thorough=True)
-    embedding = _find_embedding(spec, given, known, catalogs)
+    embedding = _find_embedding(given, choices, classifier or spec.labels is not None, catalogs)
     labels = choose_labels(spec.labels, built.labels, count_classes(catalogs.configured))
     return LoadedModel(
         spec=spec,
@@ -240,7 +241,7 @@ def _refuse_unfit_inputs() -> Iterator[None]:
 
 @label_failures("embedding")
 def _find_embedding(
-    spec: ModelSpec, given: EmbeddingSpec | None, known: KnownEmbedding, catalogs: CatalogCache
+    given: EmbeddingSpec | None, choices: Sequence[Choice], classifier: bool, catalogs: CatalogCache
 ) -> ModelEmbedding | None:
     """The configured embedding, which must be usable, else the one known of the class; None if there is none.
 
@@ -248,10 +249,9 @@ def _find_embedding(
     """
     if given is None:
         catalog = next(iter(catalogs.towers.values()), catalogs.configured)
-        return choose_embedding(known.choices, known.classifier or spec.labels is not None, catalog)
-    choice = EmbeddingChoice(given.layer, CONFIGURED, given.pool, given.normalize, layout=given.layout)
+        return choose_embedding(choices, classifier, catalog)
     try:
-        return find_choice(choice, catalogs.configured)
+        return find_choice((given, CONFIGURED, False), catalogs.configured)
     except RequestError as error:
         raise LoadError(f"embedding: {error.detail}", hint=error.hint) from error
 

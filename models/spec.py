@@ -32,32 +32,23 @@ ImageBackend = Literal["auto", "pil", "torchvision"]  # transformers' two kinds 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 SMOOTH = frozenset({"bilinear", "bicubic", "lanczos"})  # the others do not average neighbouring pixels
-OMITTED_IF_NONE = frozenset({"channels", "letterbox", "background", "scale", "crop_rounding"})  # from digests
 FOR_TENSORS = frozenset({"bilinear", "bicubic"})  # the others exist for pictures only, or pick other pixels
 
 
 @dataclass(frozen=True)
 class PreprocessSpec:
-    """How a picture becomes a row: resize, centre crop, scale to 0…1, normalise.
+    """How a picture becomes a row: resize, centre crop, scale to 0…1, normalise; None skips a step."""
 
-    ``resize``: the short side in pixels, or (height, width); ``crop``: a square's side, or (height, width);
-    None skips the step. ``mean`` and ``std`` are per channel, on the scale of ``scale``: the values that 0 and 255
-    become, 0 and 1 if None. ``channels``: if not red, green, blue. ``letterbox``: the picture is resized to fit into
-    ``resize``, and this colour fills the rest. ``background``: the colour behind transparent pictures; None drops their
-    alpha channel. ``crop_rounding``: a crop that can't be exactly centred begins half a pixel to the left and above;
-    None: at the even pixel, as in torchvision.
-    """
-
-    resize: int | tuple[int, int] | None = None
-    crop: int | tuple[int, int] | None = None
-    mean: tuple[float, ...] = IMAGENET_MEAN
+    resize: int | tuple[int, int] | None = None  # the short side in pixels, or (height, width)
+    crop: int | tuple[int, int] | None = None  # a square's side, or (height, width)
+    mean: tuple[float, ...] = IMAGENET_MEAN  # per channel, on the scale of ``scale``
     std: tuple[float, ...] = IMAGENET_STD
     interpolation: Interpolation = "bilinear"
-    channels: Literal["gray", "bgr"] | None = None
-    letterbox: Color | None = None
-    background: Color | None = None
-    scale: tuple[float, float] | None = None
-    crop_rounding: Literal["floor"] | None = None
+    channels: Literal["gray", "bgr"] | None = None  # None: red, green, blue
+    letterbox: Color | None = None  # the picture is resized to fit into ``resize``, and this colour fills the rest
+    background: Color | None = None  # the colour behind transparent pictures; None drops their alpha channel
+    scale: tuple[float, float] | None = None  # the values that 0 and 255 become; None: 0 and 1
+    crop_rounding: Literal["floor"] | None = None  # of a crop's start, to the left and above; None: as in torchvision
 
     def __post_init__(self) -> None:
         """ValueError if steps contradict each other, or mean and std do not have one value for each channel."""
@@ -87,8 +78,8 @@ class PreprocessSpec:
                 raise ValueError(text)
 
     def describe(self) -> dict[str, Any]:
-        """The steps as plain data, without unused newer fields: digests stay as they were before these existed."""
-        return {name: value for name, value in asdict(self).items() if value is not None or name not in OMITTED_IF_NONE}
+        """The steps as plain data."""
+        return asdict(self)
 
     @property
     def channel_count(self) -> int:
@@ -113,22 +104,15 @@ class PreprocessSpec:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One input of a model: its argument's name, the shape of one item (no batch axis) and its dtype.
+    """One input of a model."""
 
-    ``values``: the range (start, stop) of integers that the model is surveyed with; an item may hold these, and any
-    from 0 on. None: any, and 0 and 1 for the survey. ``longest``: axis ``long_axis`` of an item may have 1 to
-    ``longest`` entries, the same in all such inputs; None: as in ``shape``. ``example``: the path of a .npz or .json
-    file with rows, which replace noise when the model is surveyed and probed.
-    A name with a dot, ``batch.ids``, is an entry of a dictionary.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # of an argument of forward; with a dot, ``batch.ids``, an entry of a dictionary
+    shape: tuple[int, ...]  # of one item, without a batch axis
     dtype: InputDType = "float32"
-    values: tuple[int, int] | None = None
-    longest: int | None = None
+    values: tuple[int, int] | None = None  # integers of a survey: (start, stop); None: 0 and 1. An item may hold any
+    longest: int | None = None  # axis ``long_axis`` may have 1 to ``longest`` entries; None: as many as in ``shape``
     long_axis: int = 0
-    example: str | None = None
+    example: str | None = None  # a .npz or .json file with rows, which replace noise in surveys and probes
 
     def __post_init__(self) -> None:
         """ValueError if ``values`` is an empty range, or the shape is longer than ``longest``."""
@@ -145,19 +129,16 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class WarmSpec:
-    """Frequently requested layers, prepared before the model is ready: selectors, and one reduction for all of them.
-
-    With ``compile`` they get their own compiled graph, which takes minutes the first time. It answers requests for some
-    or all of these layers, with the same reduction, if it is faster than hooks, or ``always``. ``cuda_graphs``: batch
-    sizes for which a CUDA graph is captured.
-    """
+    """Frequently requested layers, prepared before the model is ready."""
 
     layers: tuple[str, ...]
-    pool: Pool = "none"
+    pool: Pool = "none"  # one reduction for all of them
     normalize: bool = False
     dtype: ReplyDType = "float32"
+    # They get a compiled graph, which takes minutes the first time. It answers requests for some or all of these layers
+    # with the same reduction, if it is faster than hooks, or ``always``.
     compile: Compile = False
-    cuda_graphs: tuple[int, ...] = ()
+    cuda_graphs: tuple[int, ...] = ()  # batch sizes for which a CUDA graph is captured
 
     def __post_init__(self) -> None:
         """ValueError if there are no layers, or a batch size is impossible."""
@@ -169,91 +150,55 @@ class WarmSpec:
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """The layer whose tensor is the model's embedding, and its pooling; ``pool`` None: one that gives a vector.
-
-    ``layout`` names the tensor's axes, in place of what the survey finds.
-    """
+    """The layer whose tensor is the model's embedding, and its pooling."""
 
     layer: str
-    pool: Pool | None = None
+    pool: Pool | None = None  # None: one that gives a vector
     normalize: bool = False
-    layout: str | None = None
-
-
-@dataclass(frozen=True)
-class EmbeddingChoice:
-    """A layer whose tensor is a model's embedding, and why; ``pool`` None: chosen so that a row becomes a vector.
-
-    ``guessed``: the model itself does not say that this is its embedding.
-    """
-
-    layer: str
-    reason: str
-    pool: Pool | None = None
-    normalize: bool = False
-    guessed: bool = False
-    layout: str | None = None
+    layout: str | None = None  # the names of the tensor's axes, instead of those that the survey finds
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One entry of the configuration.
-
-    ``source`` is ``KIND:IDENT`` (torchvision:resnet50, timm:vit_small_patch16_224, transformers:PATH,
-    python:package.module:factory, python:PATH.py:factory);
-    ``args`` are JSON values for the architecture's constructor, by name, such as ``num_classes``;
-    ``weights`` is DEFAULT, a weights enum's name, a checkpoint's path, or random:SEED; only a checkpoint's tensors
-    under ``prefix`` are read, and with ``strict`` their names must be exactly the module's; ``adapter`` is the
-    folder of a PEFT adapter that is merged into them;
-    ``required``: a server that loads it at startup is not ready without it. ``dtype``: that in which the model
-    computes; ``auto``: float64 for a module whose floating tensors all are, else float32.
-    ``inputs`` is needed if the source can't tell (python:). ``decode``: large JPEGs may be decoded at a reduced scale,
-    and pictures resized with shorter weights (``fast``), or JPEGs decoded on the model's GPU (``device``): faster,
-    with other numbers.
-    ``labels``: the names of all classes in order, or the path of a file with them; None: those that the source
-    knows. ``tf32``: on a GPU, float32 matrix products and convolutions may use 10 bits of each mantissa. torch has one
-    switch for a process, so all its float32 models on GPUs must agree. ``memory_format``: of convolution weights, and
-    so of their activations. ``devices``, instead of ``device``: the model is loaded on each of them,
-    and their forwards take rows from one queue; ``all`` means all GPUs. ``cpu:0`` and ``cpu:1`` stand in for GPUs
-    on machines without: a copy of the model for each, which runs one forward at a time.
-    ``image_backend``: which of transformers' image processors makes the rows of pictures; ``auto``: the library's
-    choice, or ``pil`` for another ``decode`` than exact, which needs steps of our own; ``interpolate_pos_encoding``:
-    position tables of its vision transformers are interpolated for pictures of other sizes.
-    ``idle_timeout_s``: seconds without a request after which a server unloads it; None: as its settings say.
-    ``dimensions``: the lengths of shortened vectors that the model was trained for (Matryoshka).
-    ``outputs``: whether class scores are logits or probabilities; None: as a forward shows at loading.
-    ``mode``: ``train`` is for studying dropout and batch statistics; state that forwards write is restored. Rows run
-    one by one unless a request is ``isolated``. LoadError if the model can't run a single row: batch norm over (1, C).
-    ``projections``: paths of linear layers' checkpoints, keyed by the names that requests use.
-    """
+    """One entry of the configuration."""
 
     name: str
-    source: str
-    weights: str = "DEFAULT"
+    source: str  # KIND:IDENT, as torchvision:resnet50, transformers:PATH, python:package.module:factory
+    weights: str = "DEFAULT"  # or a weights enum's name, a checkpoint's path, random:SEED
     device: Device = "auto"
+    # Instead of ``device``: a copy on each, whose forwards take rows from one queue. ``all``: all GPUs. ``cpu:0`` and
+    # ``cpu:1`` stand in for GPUs on machines without.
     devices: tuple[Device, ...] = ()
-    dtype: DType = "auto"
+    dtype: DType = "auto"  # of the computation; auto: float64 for a module whose floating tensors all are, else float32
+    # float32 matrix products and convolutions on a GPU may use 10 bits of each mantissa. torch has one switch for a
+    # process, so all its float32 models on GPUs must agree.
     tf32: bool = False
-    memory_format: MemoryFormat = "contiguous"
+    memory_format: MemoryFormat = "contiguous"  # of convolution weights, and so of their activations
     load: Literal["startup", "lazy"] = "startup"
-    required: bool = True
+    required: bool = True  # a server that loads it at startup is not ready without it
     embedding: EmbeddingSpec | str | None = None
     preprocess: Literal["preset", "none"] | PreprocessSpec = "preset"
-    inputs: tuple[InputSpec, ...] | None = None
+    inputs: tuple[InputSpec, ...] | None = None  # needed if the source can't tell (python:)
     warm: tuple[WarmSpec, ...] = ()
+    # fast: large JPEGs are decoded at a reduced scale, pictures resized with shorter weights; device: JPEGs are decoded
+    # on the model's GPU. Both give other numbers.
     decode: Decode = "exact"
-    args: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    prefix: str = ""
-    strict: bool = True
-    adapter: str = ""
-    labels: tuple[str, ...] | str | None = None
-    idle_timeout_s: float | None = None
+    args: Mapping[str, Any] = field(default_factory=dict, hash=False)  # JSON values for the constructor, by name
+    prefix: str = ""  # only a checkpoint's tensors under it are read
+    strict: bool = True  # the checkpoint's names must be exactly the module's
+    adapter: str = ""  # the folder of a PEFT adapter that is merged into the weights
+    labels: tuple[str, ...] | str | None = None  # the classes in order, or a file of them; None: the source's
+    idle_timeout_s: float | None = None  # without requests, until a server unloads it; None: as its settings say
+    # Which of transformers' image processors makes the rows of pictures; auto: the library's choice, or ``pil`` for
+    # another ``decode`` than exact, which needs steps of our own.
     image_backend: ImageBackend = "auto"
-    interpolate_pos_encoding: bool = False
-    dimensions: tuple[int, ...] = ()
-    outputs: Outputs | None = None
+    interpolate_pos_encoding: bool = False  # of transformers' vision models, for pictures of other sizes
+    dimensions: tuple[int, ...] = ()  # the lengths of shortened vectors that the model was trained for (Matryoshka)
+    outputs: Outputs | None = None  # whether class scores are logits or probabilities; None: as a forward shows
+    # ``train`` is for studying dropout and batch statistics; state that forwards write is restored. Rows run one by one
+    # unless a request is ``isolated``. LoadError if the model can't run a single row: batch norm over (1, C).
     mode: Mode = "eval"
-    projections: Mapping[str, str] = field(default_factory=dict, hash=False)
+    projections: Mapping[str, str] = field(default_factory=dict, hash=False)  # paths of linear layers' checkpoints
 
     def __post_init__(self) -> None:
         """ValueError if an argument is no JSON value, a time is invalid, or an input's name is also a dictionary's."""
@@ -295,13 +240,9 @@ class ModelSpec:
     def downloads(self) -> bool:
         """Whether its weights come from the network, the first time."""
         source = SOURCES.get(self.source.partition(":")[0])
-        local = self.weights.startswith("random:") or is_checkpoint(self.weights) or self._has_path
-        return source is not None and source.downloads and not local
-
-    @property
-    def _has_path(self) -> bool:
-        kind, _, ident = self.source.partition(":")
-        return kind in SOURCES and bool(SOURCES[kind].find_path(ident))
+        if source is None or not source.downloads or source.find_path(self.source.partition(":")[2]):
+            return False
+        return not self.weights.startswith("random:") and not is_checkpoint(self.weights)
 
     @property
     def shown_source(self) -> str:

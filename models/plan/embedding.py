@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -13,11 +13,13 @@ from layertap.models.plan.options import check_channels, check_need, raise_first
 from layertap.models.plan.requested import Embedding, Reduction, Selector
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.points import format_path
-from layertap.models.spec import EmbeddingChoice, Pool
+from layertap.models.sources.embeddings import Choice
+from layertap.models.spec import EmbeddingSpec, Pool
 
 HEAD = "what the head over classes takes"
 OUTPUT = "the model's output: nothing else is known to be an embedding; 'embedding' in the configuration names a layer"
-JOINT = (EmbeddingChoice(".[text_embeds]", "both towers together return it as text_embeds"),)
+
+JOINT: tuple[Choice, ...] = ((EmbeddingSpec(".[text_embeds]"), "both towers together return it as text_embeds", False),)
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class ModelEmbedding:
     warnings: tuple[str, ...] = ()
 
 
-def choose_embedding(choices: tuple[EmbeddingChoice, ...], classifier: bool, catalog: Catalog) -> ModelEmbedding | None:
+def choose_embedding(choices: Sequence[Choice], classifier: bool, catalog: Catalog) -> ModelEmbedding | None:
     """The first choice that the model has, else a classifier's input to its head, else the output.
 
     None if none of them has one entry for each input.
@@ -40,11 +42,12 @@ def choose_embedding(choices: tuple[EmbeddingChoice, ...], classifier: bool, cat
     return None
 
 
-def find_choice(choice: EmbeddingChoice, catalog: Catalog) -> ModelEmbedding:
+def find_choice(choice: Choice, catalog: Catalog) -> ModelEmbedding:
     """The embedding that a choice names; raises what ``find_embedding`` raises."""
-    selector = find_embedding(choice.layer, catalog, choice.pool, choice.layout)
-    selector = reduce_embedding(selector, Embedding(choice.pool, choice.normalize))
-    return ModelEmbedding(selector, choice.reason, (f"embedding: {choice.reason}",) if choice.guessed else ())
+    spec, reason, is_guess = choice
+    selector = find_embedding(spec.layer, catalog, spec.pool, spec.layout)
+    selector = reduce_embedding(selector, Embedding(spec.pool, spec.normalize))
+    return ModelEmbedding(selector, reason, (f"embedding: {reason}",) if is_guess else ())
 
 
 def find_embedding(text: str, catalog: Catalog, pool: Pool | None, layout: str | None = None) -> Selector:
@@ -83,17 +86,17 @@ def _choose_pool(info: TensorInfo) -> Pool:
     return "mean" if info.has_axis("C") else "flatten"
 
 
-def _find_head(catalog: Catalog) -> Iterator[EmbeddingChoice]:
+def _find_head(catalog: Catalog) -> Iterator[Choice]:
     """The input of the last layer with weights, if its output, pooled or not, is the model's output."""
     with_weights = [layer for layer in catalog.layers.values() if layer.calls and layer.is_leaf and layer.parameters]
     last = max(with_weights, key=lambda layer: layer.calls[-1].output.order, default=None)
     if last is not None and last.type in ("Linear", "Conv2d"):
         made = last.calls[-1].output.tensors[0].shape
         if (made if last.type == "Linear" else made[:2]) in {each.shape for each in catalog.outputs}:
-            yield EmbeddingChoice(f"{last.name}:input", HEAD)
+            yield EmbeddingSpec(f"{last.name}:input"), HEAD, False
 
 
-def _list_outputs(catalog: Catalog) -> Iterator[EmbeddingChoice]:
+def _list_outputs(catalog: Catalog) -> Iterator[Choice]:
     """The output, if it is nothing but a vector for each row."""
     if len(catalog.outputs) == 1 and len(catalog.outputs[0].shape) == 2:
-        yield EmbeddingChoice(f".{format_path(catalog.outputs[0].path)}", OUTPUT)
+        yield EmbeddingSpec(f".{format_path(catalog.outputs[0].path)}"), OUTPUT, False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,8 +12,8 @@ from torch import nn
 
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, format_names, label_failures
-from layertap.models.grammar import ADAPTER_CONFIG, not_installed_error
-from layertap.models.sources.checkpoints import read_checkpoint
+from layertap.models.grammar import ADAPTER_CONFIG, import_library
+from layertap.models.sources.checkpoints import read_checkpoint, wrap_errors
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
 KINDS = ("LORA", "IA3", "LOHA", "LOKR", "OFT")  # the PEFT types that can be merged into weights
@@ -64,24 +63,15 @@ def insert_adapter(module: nn.Module, folder: Path) -> Iterator[Any]:
 
     Only adapter_config.json is read from the folder. Inside, the module has the tensor names it had in training.
     """
-    shown = f"adapter {escape(folder.name)}"
-    try:
-        peft: Any = importlib.import_module("peft")
-    except ImportError as error:
-        raise not_installed_error("peft") from error
-    try:
+    peft, shown = import_library("peft"), f"adapter {escape(folder.name)}"
+    # Some adapters are initialised from random parts of the weights.
+    with wrap_errors(f"{shown} could not be merged into the model", BASE_HINT), construct_alone(0):
         kind = json.loads((folder / ADAPTER_CONFIG).read_text("utf-8"))["peft_type"]
         if kind not in KINDS:
             hint = f"types that are merged here: {', '.join(KINDS)}"
             raise LoadError(f"{shown} is of the type {escape(str(kind))}, which is not merged into weights", hint=hint)
-        with construct_alone(0):  # some adapters are initialised from random parts of the weights
-            config = peft.PeftConfig.from_pretrained(str(folder))
-            config.inference_mode = True
-            tuner = peft.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](module, {NAME: config}, NAME)
-            yield peft
-            tuner.merge_and_unload()
-    except LoadError:
-        raise
-    except Exception as error:
-        detail = f"{shown} could not be merged into the model ({type(error).__name__})"
-        raise LoadError(detail, hint=BASE_HINT) from error
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        config.inference_mode = True
+        tuner = peft.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](module, {NAME: config}, NAME)
+        yield peft
+        tuner.merge_and_unload()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -14,12 +14,11 @@ from typing import Any
 from torch import nn
 
 from layertap.models.devices.turns import construct_alone
-from layertap.models.errors import LoadError, escape, find_nearest, label_failures, note_cause, suggest
+from layertap.models.errors import LoadError, escape, find_nearest, label_failures, suggest
 from layertap.models.grammar import (
     SOURCES,
     WeightsSource,
     list_architectures,
-    not_installed_error,
     parse_source,
     parse_weights,
 )
@@ -28,14 +27,15 @@ from layertap.models.inputs.noise import check_examples
 from layertap.models.inputs.preprocess import Preprocessing, compute_output_size
 from layertap.models.labels import Labels, Outputs
 from layertap.models.sources.adapters import merge_adapter
-from layertap.models.sources.checkpoints import StateDict, read_checkpoint
-from layertap.models.sources.embeddings import KnownEmbedding
+from layertap.models.sources.checkpoints import StateDict, read_checkpoint, wrap_errors
+from layertap.models.sources.embeddings import Choice
 from layertap.models.sources.state_dict import LoadReport, load_state_dict
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 
 FLOAT_BITS = 32  # torchvision and timm construct modules in float32
 WEIGHTS_HINT = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"
 DOWNLOAD_HINT = "give a .safetensors path, or random:SEED"
+CLASS_TOKENS = frozenset({"class_token", "cls_token", "class_embedding", "distillation_token", "register_tokens"})
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -44,31 +44,24 @@ class BuiltModel:
     """A module with its weights, and its metadata.
 
     ``module`` is on the CPU, in the configured mode (eval by default), in the dtype it was constructed in, and no
-    parameter requires grad. ``pictures``: the preprocessing, or a text, which may be empty, with the reason why there
-    is none. ``weights`` is a label for people, without a directory. ``named``: ``architecture`` is a library's name for
-    the structure, and identifies it in fingerprints together with ``settings``; otherwise the structure itself is
-    used. ``settings`` are those that the module tree may not show. ``prefix_tokens`` counts class and register tokens
-    before the patches. ``text`` is None if texts can't be sent. ``report``: which tensors of a checkpoint were loaded.
-    ``labels``: the source's class names; the module may have another number. ``embedding`` None: use its class's.
-    ``two_towers``: its forward takes texts or pictures alone. ``outputs``: what its class scores are, if it is known.
-    ``code``: the name of the imported module of the operator's factory; empty for libraries.
+    parameter requires grad.
     """
 
     module: nn.Module
     inputs: tuple[InputSpec, ...]
-    architecture: str
-    weights: str
-    pictures: Preprocessing | str = ""
-    prefix_tokens: int = 0
-    named: bool = False
-    settings: str = ""
-    text: TextSpec | None = None
-    report: LoadReport | None = None
-    labels: Labels | None = None
-    embedding: KnownEmbedding | None = None
-    two_towers: bool = False
-    outputs: Outputs | None = None
-    code: str = ""
+    architecture: str  # with ``named`` a library's name for the structure
+    weights: str  # for people, without a directory
+    pictures: Preprocessing | str = ""  # the preprocessing, or the reason why there is none, which may be empty
+    prefix_tokens: int = 0  # class and register tokens before the patches
+    named: bool = False  # fingerprints take ``architecture`` and ``settings`` instead of the structure
+    settings: str = ""  # that the module tree may not show
+    text: TextSpec | None = None  # None if texts can't be sent
+    report: LoadReport | None = None  # which tensors of a checkpoint were loaded
+    labels: Labels | None = None  # the source's class names; the module may have another number
+    embeddings: Sequence[Choice] = ()  # empty: those of its class
+    two_towers: bool = False  # its forward takes texts or pictures alone
+    outputs: Outputs | None = None  # what its class scores are, if it is known
+    code: str = ""  # the imported module of the operator's factory; empty for libraries
 
     @property
     def preprocess(self) -> Preprocessing | None:
@@ -122,7 +115,8 @@ def construct_module(
     ``load_state_dict``. LoadError if it can't be constructed, or the state dict does not fit.
     """
     weights = parse_weights(spec.weights)
-    with wrap_build_errors(shown), construct_alone(0 if weights.seed is None and not spec.strict else weights.seed):
+    seed = 0 if weights.seed is None and not spec.strict else weights.seed
+    with wrap_errors(f"{shown} could not be built"), construct_alone(seed):
         module = construct()
     if state is None:
         return module, None
@@ -152,27 +146,6 @@ def list_default_architectures() -> list[str]:
 
         return torchvision.list_classifiers()
     return sorted(names)
-
-
-def import_library(name: str) -> Any:
-    """Import an optional library; LoadError if it is not installed. By name, because type checkers are slow on some."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise not_installed_error(name) from error
-
-
-@contextmanager
-def wrap_build_errors(what: str, note: str = "") -> Iterator[None]:
-    """Turn any exception of a third party's builder into a LoadError with our message instead of theirs."""
-    try:
-        yield
-    except LoadError:
-        raise
-    except Exception as error:
-        refusal = LoadError(f"{what} could not be built ({type(error).__name__}){note}")
-        note_cause(refusal, error)
-        raise refusal from error
 
 
 @contextmanager
@@ -209,6 +182,16 @@ def refuse_reserved_arguments(args: Mapping[str, Any], reserved: Mapping[str, st
     for name in args:
         if name in reserved:
             raise LoadError(f"args of {shown} can't have {escape(name)}", hint=reserved[name])
+
+
+def count_class_tokens(module: nn.Module) -> int:
+    """Class, distillation and register tokens, by the names of their parameters."""
+    counts: dict[str, int] = {}
+    for name, value in module.named_parameters():
+        last = name.rpartition(".")[2]
+        if last in CLASS_TOKENS:
+            counts.setdefault(last, value.shape[-2] if value.ndim > 1 else 1)
+    return sum(counts.values())
 
 
 def describe_arguments(args: Mapping[str, Any], without: Collection[str] = ()) -> str:

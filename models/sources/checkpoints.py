@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
@@ -16,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from layertap.models.errors import LoadError, escape, label_failures
+from layertap.models.errors import LoadError, escape, label_failures, note_cause
 from layertap.models.grammar import CHECKPOINT_HINT, get_base_name, refuse_adapter
 
 INDEX = ".index.json"
@@ -28,11 +30,10 @@ PLAIN = (
     *("state_dict", "model_state_dict", "model_state", "model", "net_state_dict", "net", "network"),
     *("module", "weights", "params"),
 )
-SWAPPED = "message_hub"  # MMEngine's files have this, and swap the two: state_dict holds the averaged weights
+SWAPPED = "message_hub"  # in files with this key state_dict holds the averaged weights
 PARALLEL = "module."  # the prefix of DistributedDataParallel, DataParallel and averaged models
 COMPILED = "_orig_mod"  # torch.compile puts this before the names of a compiled module
 COUNTERS = frozenset({"n_averaged", "steps"})  # counters that averaged models save with their weights
-HEADS = {"backbone.": "head."}  # MMPretrain keeps a classifier in two parts
 MIN_SHARE = 0.5  # the share of a module's names that must occur under a prefix for it to count as one
 MAX_DEPTH = 3
 MAX_SHOWN = 3
@@ -41,16 +42,12 @@ _lock = Lock()  # torch's list of safe globals is process-wide
 
 
 class StateDict(dict[str, Tensor]):
-    """Tensors by name, and where they are from.
+    """Tensors by name, and where they are from."""
 
-    ``key``: the dictionary in the file that held them; ``prefix``: the prefix removed from their names; ``unread``:
-    names of the file's other entries; ``shared_names``: for each name left out, another name of the same tensor.
-    """
-
-    key: str = ""
-    prefix: str = ""
-    unread: tuple[str, ...] = ()
-    shared_names: Mapping[str, str] = MappingProxyType({})
+    key: str = ""  # the dictionary in the file that held them
+    prefix: str = ""  # that was removed from their names
+    unread: tuple[str, ...] = ()  # names of the file's other entries
+    shared_names: Mapping[str, str] = MappingProxyType({})  # for each name left out, another name of the same tensor
 
     def rename(self, shorten: Callable[[str], str | None], prefix: str) -> StateDict:
         """The tensors under other names; those whose new name is None are unread."""
@@ -62,18 +59,26 @@ class StateDict(dict[str, Tensor]):
         renamed.shared_names = {name: other for name, other in pairs if name is not None and other is not None}
         return renamed
 
-    def take_prefixes(self, *prefixes: str) -> StateDict:
-        """The tensors whose names begin with one of the prefixes, which is removed; LoadError if there are none."""
-        if not any(name.startswith(prefixes) for name in self):
+    def take_prefix(self, prefix: str) -> StateDict:
+        """The tensors whose names begin with a prefix, which is removed; LoadError if there are none."""
+        if not any(name.startswith(prefix) for name in self):
             firsts = Counter(f"{name.partition('.')[0]}." for name in self if "." in name)
             hint = f"they begin with {', '.join(escape(first) for first, _ in firsts.most_common(3))}" if firsts else ""
-            shown = " or ".join(map(escape, prefixes))
-            raise LoadError(f"no tensor of the checkpoint has a name that begins with {shown}", hint=hint)
+            raise LoadError(f"no tensor of the checkpoint has a name that begins with {escape(prefix)}", hint=hint)
+        return self.rename(lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None, prefix)
 
-        def take(name: str) -> str | None:
-            return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), None)
 
-        return self.rename(take, " and ".join(prefixes))
+@contextmanager
+def wrap_errors(detail: str, hint: str = "", note: str = "") -> Iterator[None]:
+    """Turn any exception of others' code into a LoadError with our text and the exception's class."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:
+        refusal = LoadError(f"{detail} ({type(error).__name__}){note}", hint=hint)
+        note_cause(refusal, error)
+        raise refusal from error
 
 
 @label_failures("weights")
@@ -108,15 +113,10 @@ def _read(path: Path, shown: str) -> object:
     read = READERS.get(path.suffix.lower())
     if read is None:
         raise LoadError(f"checkpoint {shown} is of a kind that is not read", hint=CHECKPOINT_HINT)
-    try:
+    if not path.exists():
+        raise LoadError(f"there is no checkpoint {shown} where the configuration says")
+    with wrap_errors(f"checkpoint {shown} could not be read as plain tensors", CHECKPOINT_HINT):
         return read(path)
-    except LoadError:
-        raise
-    except FileNotFoundError as error:
-        raise LoadError(f"there is no checkpoint {shown} where the configuration says") from error
-    except Exception as error:
-        detail = f"checkpoint {shown} could not be read as plain tensors ({type(error).__name__})"
-        raise LoadError(detail, hint=CHECKPOINT_HINT) from error
 
 
 def _join_shards(index: Path) -> StateDict:
@@ -222,7 +222,7 @@ def _find_state_dict(loaded: object, shown: str, prefix: str = "") -> StateDict:
     state.key = ".".join((*keys, *path))
     if isinstance(loaded, dict) and state.key:
         state.unread = tuple(_list_unread(loaded, (*keys, *path)))
-    return state.take_prefixes(prefix) if prefix else state
+    return state.take_prefix(prefix) if prefix else state
 
 
 def _find_path(value: object, path: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -271,9 +271,10 @@ def _describe_conversion(load: str) -> str:
 def _drop_wrapper_names(state: StateDict) -> StateDict:
     """Remove the prefixes that torch.compile, DistributedDataParallel and averaged models put before names."""
     if any(COMPILED in name.split(".") for name in state):
-        state = state.rename(_drop_compiled, f"{COMPILED}.")
+        part = re.compile(rf"\b{COMPILED}\.")
+        state = state.rename(lambda name: part.sub("", name), f"{COMPILED}.")
     while any("." in name for name in state) and all(name.startswith(PARALLEL) or name in COUNTERS for name in state):
-        state = state.take_prefixes(PARALLEL)
+        state = state.take_prefix(PARALLEL)
     return state
 
 
@@ -282,7 +283,8 @@ def fit_names(state: StateDict, wanted: Collection[str]) -> StateDict:
 
     Tensors without the prefix become unread. LoadError if several prefixes fit equally well.
     """
-    counts = Counter(name.removesuffix(tail) for name in state for tail in _list_tails(name) if tail in wanted)
+    starts = ((name, start) for name in state for start in (0, *(dot.end() for dot in re.finditer(r"\.", name))))
+    counts = Counter(name[:start] for name, start in starts if name[start:] in wanted)
     most = max(counts.values(), default=0)
     if counts[""] == most or most < MIN_SHARE * len(wanted):
         return state
@@ -290,20 +292,7 @@ def fit_names(state: StateDict, wanted: Collection[str]) -> StateDict:
     if len(best) > 1:
         hint = f"type prefix: {' or '.join(map(escape, best))}"
         raise LoadError(f"the checkpoint has the model's tensors {len(best)} times, under several prefixes", hint=hint)
-    head = HEADS.get(best[0])
-    if head is None or not counts[head]:
-        return state.take_prefixes(*best)
-    names = [name.removeprefix(head) for name in state if name.startswith(head)]
-    return state.take_prefixes(*best, *([] if any(best[0] + name in state for name in names) else [head]))
-
-
-def _list_tails(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[start:]) for start in range(len(parts))]
-
-
-def _drop_compiled(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != COMPILED)
+    return state.take_prefix(best[0])
 
 
 READERS: dict[str, Callable[[Path], object]] = {

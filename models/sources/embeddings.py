@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,39 +11,33 @@ from torch import Tensor, nn
 
 from layertap.models.devices.devices import use_threads
 from layertap.models.devices.memory import is_device_error
-from layertap.models.spec import EmbeddingChoice
+from layertap.models.spec import EmbeddingSpec
 
+Choice = tuple[EmbeddingSpec, str, bool]  # an embedding, the reason for it, and whether it is only a guess
 PRE_LOGITS = "what forward_head(pre_logits=True) returns"
 FIRST_HEAD = "what the first of its heads takes: no layer takes what forward_head(pre_logits=True) returns"
-RETURNED = "{} returns it as {}"
 MEAN = "mean over a text's tokens: nothing that was saved with the model names an embedding"
 NO_HEAD = "no head over classes: the output is what forward_head(pre_logits=True) returns"
 
 
-@dataclass(frozen=True)
-class KnownEmbedding:
-    """Where a class has its embedding, most reliable first; ``classifier``: its output is class scores."""
+def find_known_embeddings(module: nn.Module, row: Tensor) -> tuple[list[Choice], bool]:
+    """Where a module's class has its embedding, most reliable first, and whether its output is class scores.
 
-    choices: tuple[EmbeddingChoice, ...] = ()
-    classifier: bool = False
-
-
-def find_known_embedding(module: nn.Module, row: Tensor) -> KnownEmbedding:
-    """Where a module's class has its embedding, if it is or derives from a known library's class, else nothing.
-
-    ``row`` is a batch of one; forwards run on one thread.
+    None are known unless it is or derives from a known library's class. ``row`` is a batch of one; forwards run on one
+    thread.
     """
-    for base in type(module).__mro__:
-        find = FINDERS.get(base.__module__.partition(".")[0])
-        if find is not None:
-            return find(module, row)
-    return KnownEmbedding()
+    libraries = {base.__module__.partition(".")[0] for base in type(module).__mro__}
+    if "timm" in libraries:
+        return _find_in_timm(module, row)
+    if "transformers" in libraries:
+        return _find_in_transformers(module)
+    return [], "torchvision" in libraries
 
 
-def _find_in_timm(module: Any, row: Tensor) -> KnownEmbedding:
+def _find_in_timm(module: Any, row: Tensor) -> tuple[list[Choice], bool]:
     head = module.get_classifier() if hasattr(module, "forward_head") else None
     if isinstance(head, nn.Identity):
-        return KnownEmbedding((EmbeddingChoice(".", NO_HEAD),))
+        return [(EmbeddingSpec("."), NO_HEAD, False)], False
     first = head[0] if isinstance(head, (tuple, list, nn.ModuleList)) else head
     classifier = [name for name, part in module.named_modules() if part is first]
     try:
@@ -55,11 +47,9 @@ def _find_in_timm(module: Any, row: Tensor) -> KnownEmbedding:
             raise
         takers = []
     if not takers:
-        choices = [EmbeddingChoice(f"{name}:input", FIRST_HEAD, guessed=True) for name in classifier]
-    else:
-        names = [name for name in classifier if name in takers] or takers[:1]
-        choices = [EmbeddingChoice(f"{name}:input", PRE_LOGITS) for name in names]
-    return KnownEmbedding(tuple(choices), classifier=True)
+        return [(EmbeddingSpec(f"{name}:input"), FIRST_HEAD, True) for name in classifier], True
+    names = [name for name in classifier if name in takers] or takers[:1]
+    return [(EmbeddingSpec(f"{name}:input"), PRE_LOGITS, False) for name in names], True
 
 
 def _find_takers(module: Any, row: Tensor) -> list[str]:
@@ -79,24 +69,16 @@ def _find_takers(module: Any, row: Tensor) -> list[str]:
     return takers
 
 
-def _find_in_transformers(module: Any, row: Tensor) -> KnownEmbedding:
-    del row
+def _find_in_transformers(module: Any) -> tuple[list[Choice], bool]:
     name = type(module).__name__
     if "Classification" in name:
-        return KnownEmbedding(classifier=True)
+        return [], True
     text = module.main_input_name == "input_ids"
     keys = ["text_embeds", "image_embeds"]
     if not text or not hasattr(module, "pooler"):  # BERT's pooler was trained for another task
         keys.append("pooler_output")
-    choices = [EmbeddingChoice(f".[{key}]", RETURNED.format(name, key)) for key in keys]
+    choices = [(EmbeddingSpec(f".[{key}]"), f"{name} returns it as {key}", False) for key in keys]
     if text:
         layers = filter(None, (".", module.base_model_prefix))
-        choices += [EmbeddingChoice(f"{layer}[last_hidden_state]", MEAN, "mean", guessed=True) for layer in layers]
-    return KnownEmbedding(tuple(choices))
-
-
-FINDERS: dict[str, Callable[[Any, Tensor], KnownEmbedding]] = {
-    "torchvision": lambda module, row: KnownEmbedding(classifier=True),
-    "timm": _find_in_timm,
-    "transformers": _find_in_transformers,
-}
+        choices += [(EmbeddingSpec(f"{layer}[last_hidden_state]", "mean"), MEAN, True) for layer in layers]
+    return choices, False

@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -26,12 +25,13 @@ from layertap.models.sources.build import (
     read_weights,
     refuse_named_weights,
     refuse_unknown_arguments,
-    wrap_build_errors,
 )
+from layertap.models.sources.checkpoints import wrap_errors
 from layertap.models.spec import ModelSpec
 
-MAX_TRIES = 9
-PACKAGE_PREFIX = "layertap."  # digests of our own models are older than this package prefix
+OWN_CODE = f": its own code raised this; {IN_THE_LOG}"
+_FOLDERS: list[str] = []  # that are searched for factories
+_PACKAGES: set[str] = set()  # that were found there
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
@@ -52,66 +52,29 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     return BuiltModel(
         module=module,
         inputs=spec.inputs,
-        architecture=f"python:{name.removeprefix(PACKAGE_PREFIX)}",
+        architecture=f"python:{name}",
         weights="as built" if weights.is_named else weights.label,
         pictures="own code tells no preprocessing: its entry has no preprocess",
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         settings=describe_arguments(spec.args),
         report=report,
-        code="" if name.startswith(PACKAGE_PREFIX) else _import(parse_factory(ident)[0]).__name__,
+        code="" if name.startswith("layertap.") else _import(parse_factory(ident)[0]).__name__,
     )
 
 
 def add_search_folders(folders: Iterable[Path | str]) -> None:
     """Search for factories in these folders too, in their order, for the rest of this process."""
-    _FINDER.folders = list(dict.fromkeys((*map(str, folders), *_FINDER.folders)))
+    _FOLDERS[:] = dict.fromkeys((*map(str, folders), *_FOLDERS))
 
 
 def list_search_folders() -> list[str]:
     """The folders that are searched for factories."""
-    return list(_FINDER.folders)
-
-
-class _Finder:
-    """Finds factories' packages in the search folders, before installed ones.
-
-    It finds only packages that a configuration names, because other files there may have the names of modules that
-    torch and others import. What these packages import is found at the end of ``sys.path``, where it hides nothing.
-    """
-
-    def __init__(self) -> None:
-        self.folders: list[str] = []
-        self._names: set[str] = set()
-
-    def add(self, package: str) -> None:
-        """Let a package be found, unless its name is already taken by an imported module, the stdlib or a source."""
-        if package not in sys.modules and package not in sys.stdlib_module_names and package not in SOURCES:
-            self._names.add(package)
-        if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)
-        sys.path.extend(folder for folder in self.folders if folder not in sys.path)
-        for _ in range(MAX_TRIES):
-            with suppress(RuntimeError):  # another thread imports meanwhile, and adds to what is gone through
-                importlib.invalidate_caches()
-                break
-
-    def hides(self, package: str) -> bool:
-        """Whether the search folders have a package of that name, but another one is imported."""
-        return package not in self._names and PathFinder.find_spec(package, self.folders) is not None
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Called by Python's import system."""
-        found = PathFinder.find_spec(name, self.folders) if name in self._names else None
-        # A folder that is no package may be the checkout of an installed one: leave it to Python's own finders.
-        return found if found is not None and found.origin is not None else None
-
-
-_FINDER = _Finder()
+    return list(_FOLDERS)
 
 
 def _call_factory(ident: str, args: Mapping[str, Any], shown: str) -> nn.Module:
     name, factory = parse_factory(ident)
-    with label_failures("code"), wrap_build_errors(shown, f": its own code raised this; {IN_THE_LOG}"):
+    with label_failures("code"), wrap_errors(f"{shown} could not be built", note=OWN_CODE):
         called = _import_factory(name, factory)
         _check_arguments(called, args, shown)
         module = called(**args)
@@ -149,12 +112,30 @@ def _import(name: str) -> ModuleType:
 
 
 def _import_module(name: str) -> ModuleType:
-    if name not in sys.modules:
-        _FINDER.add(name.partition(".")[0])
+    """Import a module; its package may be in the search folders, which come before installed ones.
+
+    Nothing else is looked for there first: other files may have the names of modules that torch imports. What the
+    package imports is found at the end of ``sys.path``, where it hides nothing.
+    """
+    package = name.partition(".")[0]
+    sys.path.extend(folder for folder in _FOLDERS if folder not in sys.path)
     try:
+        is_free = package not in sys.modules and package not in sys.stdlib_module_names and package not in SOURCES
+        if is_free and (spec := _find_package(package)) is not None:
+            _PACKAGES.add(package)
+            _execute(spec)
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise _missing_module_error(name, error.name or name) from error
+
+
+def _find_package(name: str) -> ModuleSpec | None:
+    """The package of that name in the search folders."""
+    for folder in _FOLDERS:
+        sys.path_importer_cache.pop(folder, None)  # it may have new files
+    found = PathFinder.find_spec(name, _FOLDERS)
+    # A folder that is no package may be the checkout of an installed one: leave it to Python's own finders.
+    return found if found is not None and found.origin is not None else None
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -163,20 +144,25 @@ def _import_file(path: Path) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if spec is None or not path.is_file():
         detail = f"there is no file {escape(path.name)} for source python:"
         raise LoadError(detail, hint="a relative path is beside the configuration")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    # Dataclasses look up their module in sys.modules, also while it is being imported.
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        return _execute(spec)
     except ModuleNotFoundError as error:
-        del sys.modules[name]
         raise _missing_module_error(path.name, error.name or path.name) from error
+
+
+def _execute(spec: ModuleSpec) -> ModuleType:
+    # Dataclasses look up their module in sys.modules, also while it is being imported.
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        if spec.loader is not None:
+            spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[spec.name]
         raise
     return module
 
@@ -187,9 +173,9 @@ def _missing_module_error(name: str, missing: str) -> LoadError:
     if name != missing and not name.startswith(f"{missing}."):
         detail = f"{detail}, which {escape(name)} imports"
     package = name.partition(".")[0]
-    if _FINDER.hides(package):
+    if package not in _PACKAGES and _find_package(package) is not None:
         where = f"a package {escape(package)} that is installed comes before yours"
         return LoadError(f"{detail}: {where}", hint="give yours another name")
     error = LoadError(detail, hint="install it, or put it beside the configuration or into the working directory")
-    error.add_note(f"looked in {', '.join(dict.fromkeys((*_FINDER.folders, *sys.path)))}")
+    error.add_note(f"looked in {', '.join(dict.fromkeys((*_FOLDERS, *sys.path)))}")
     return error

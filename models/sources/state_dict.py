@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,20 @@ MAX_NAMES = 100  # in a report
 MAX_COMPARED_NAMES = 20  # missing names that are compared: it takes time
 FIT_HINT = "for another variant give its constructor's arguments by args:, or type python:package.module:factory"
 STRICT_HINT = "type strict: false to take what fits; missing ones are then as random:0 draws them"
+Tensors = Mapping[str, Tensor]
 TIE_HINT = "give weights that were saved from this architecture, or a factory whose model does not share the tensor"
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Which tensors of a checkpoint were loaded into a module.
+    """Which tensors of a checkpoint were loaded into a module."""
 
-    ``key``: the dictionary in the file; ``prefix``: the prefix removed from names; ``missing``: the module's names that
-    the file lacks; ``left_over``: the file's names that the module lacks; ``unread``: the file's other entries;
-    ``adapter``: the folder of the merged adapter.
-    """
-
-    key: str = ""
-    prefix: str = ""
-    missing: tuple[str, ...] = ()
-    left_over: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
-    adapter: str = ""
+    key: str = ""  # the dictionary in the file
+    prefix: str = ""  # removed from names
+    missing: tuple[str, ...] = ()  # the module's names that the file lacks
+    left_over: tuple[str, ...] = ()  # the file's names that the module lacks
+    unread: tuple[str, ...] = ()  # the file's other entries
+    adapter: str = ""  # the folder of the merged adapter
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -50,16 +46,13 @@ class LoadReport:
             "the checkpoint lacks weights of this model, which are random": self.missing,
             "the checkpoint has weights that this model has not": self.left_over,
         }
-        return tuple(
-            f"{text}: {format_names([escape(name) for name in names])}" for text, names in lists.items() if names
-        )
+        return tuple(f"{text}: {format_names([*map(escape, names)])}" for text, names in lists.items() if names)
 
     def describe(self) -> dict[str, Any]:
         """The report for JSON, without empty fields; lists of names become their count and the first names."""
-        facts = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
             name: {"count": len(value), "names": list(value[:MAX_NAMES])} if isinstance(value, tuple) else value
-            for name, value in facts.items()
+            for name, value in vars(self).items()
             if value
         }
 
@@ -83,21 +76,28 @@ def load_state_dict(
     LoadError lists a few of the names that differ, or whose floats have fewer than ``min_bits``; ``classes`` is the
     constructor's argument for the number of classes.
     """
-    state = fit_names(tensors if isinstance(tensors, StateDict) else StateDict(tensors), module.state_dict().keys())
-    if adapted := list_adapter_names(state.keys() - module.state_dict().keys()):
+    wanted, shown = module.state_dict(keep_vars=True), escape(label)
+    state = fit_names(tensors if isinstance(tensors, StateDict) else StateDict(tensors), wanted.keys())
+    if adapted := list_adapter_names(state.keys() - wanted.keys()):
         if not adapter:
             raise make_unmerged_error(adapted, label)
         with insert_adapter(module, Path(adapter)):
             report = load_state_dict(module, tensors, label, min_bits, classes=classes, strict=strict)
         return replace(report, adapter=Path(adapter).name)
-    state = _add_shared_tensors(module, state)
+    state = _add_shared_tensors(wanted, state)
+    strict = strict or state.keys().isdisjoint(wanted)
     try:
-        missing, left_over = _load(module, state, strict or state.keys().isdisjoint(module.state_dict()))
+        try:
+            missing, left_over = module.load_state_dict(state, strict)
+        except ValueError:  # a class may ask for its version, which safetensors can't store
+            versioned: Any = OrderedDict(state)
+            versioned._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
+            missing, left_over = module.load_state_dict(versioned, strict)
     except (RuntimeError, ValueError) as error:
-        detail = f"weights {escape(label)} do not fit the architecture: {_describe_differences(module, state)}"
-        raise LoadError(detail, hint=_make_fit_hint(module, state, classes)) from error
-    refuse_scales(tensors, left_over, escape(label))
-    raise_for_different(_list_different(module, state, label, min_bits), escape(label))
+        detail = f"weights {shown} do not fit the architecture: {_describe_differences(wanted, state)}"
+        raise LoadError(detail, hint=_make_fit_hint(wanted, state, classes)) from error
+    refuse_scales(tensors, left_over, shown)
+    raise_for_different(_list_different(module, state, shown, min_bits), shown)
     return LoadReport(state.key, state.prefix, tuple(missing), tuple(left_over), state.unread)
 
 
@@ -125,17 +125,16 @@ def has_same_values(held: Tensor, given: Tensor) -> bool:
     return held.shape == cast.shape and torch.equal(view_bytes(held), view_bytes(cast))
 
 
-def _add_shared_tensors(module: nn.Module, state: StateDict) -> StateDict:
+def _add_shared_tensors(wanted: Tensors, state: StateDict) -> StateDict:
     """Add the names that a state dict leaves out because their tensors are shared with others.
 
-    Sharing is read from the file (as safetensors' ``save_model`` writes it) or found in the module.
+    Sharing is read from the file (as safetensors' ``save_model`` writes it) or found in the module's tensors.
     """
-    tensors = module.state_dict(keep_vars=True)
-    names = {_get_identity(value): name for name, value in tensors.items() if name in state}
+    names = {_get_identity(value): name for name, value in wanted.items() if name in state}
     whole = copy(state)
-    for name in tensors.keys() - state.keys():
+    for name in wanted.keys() - state.keys():
         written = state.shared_names.get(name)
-        source = written if written in state else names.get(_get_identity(tensors[name]))
+        source = written if written in state else names.get(_get_identity(wanted[name]))
         if source is not None:
             whole[name] = state[source]
     return whole
@@ -148,88 +147,63 @@ def _get_identity(value: object) -> object:
     return id(value)
 
 
-def _load(module: nn.Module, state: StateDict, strict: bool) -> tuple[list[str], list[str]]:
-    """Load a state dict; return missing and left-over names, which are empty with ``strict``."""
-    try:
-        return module.load_state_dict(state, strict)  # type: ignore[no-any-return]
-    except ValueError:
-        # torchvision's MNASNet refuses a state dict without its class's version, which safetensors can't store.
-        versioned: Any = OrderedDict(state)
-        versioned._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
-        return module.load_state_dict(versioned, strict)  # type: ignore[no-any-return]
-
-
-def _list_different(module: nn.Module, state: StateDict, label: str, min_bits: int) -> list[str]:
+def _list_different(module: nn.Module, state: StateDict, shown: str, min_bits: int) -> list[str]:
     """Names of tensors whose values in the module differ from the given ones, or have too few bits.
 
-    LoadError if the module shares one tensor between two names whose given values differ.
+    Tensors of submodules that convert them on loading are skipped. LoadError if the module shares one tensor between
+    two names whose given values differ.
     """
-    converted = tuple(_list_converting_prefixes(module))
+    modules = module.named_modules(remove_duplicate=False)
+    converting = tuple(f"{name}." if name else "" for name, part in modules if _converts(part))
     held = {
         name: value
         for name, value in module.state_dict().items()
-        if name in state and isinstance(value, Tensor) and not name.startswith(converted)
+        if name in state and isinstance(value, Tensor) and not name.startswith(converting)
     }
     different = {name for name, value in held.items() if not has_same_values(value, state[name])}
     for name in sorted(different):
-        identity = _get_identity(held[name])
-        for other in held:
-            if _get_identity(held[other]) == identity and not has_same_values(state[name], state[other]):
-                detail = f"the model has one tensor for {escape(name)} and {escape(other)}, {escape(label)} has two"
+        for other, value in held.items():
+            if _get_identity(value) == _get_identity(held[name]) and not has_same_values(state[name], state[other]):
+                detail = f"the model has one tensor for {escape(name)} and {escape(other)}, {shown} has two"
                 raise LoadError(detail, hint=TIE_HINT)
-    floating = {name: value for name, value in held.items() if value.is_floating_point()}
-    return sorted(different.union(name for name, each in floating.items() if torch.finfo(each.dtype).bits < min_bits))
+    floats = {name: value for name, value in held.items() if value.is_floating_point()}
+    return sorted(different.union(name for name, each in floats.items() if torch.finfo(each.dtype).bits < min_bits))
 
 
-def _list_converting_prefixes(module: nn.Module) -> Iterator[str]:
-    """The name prefixes of submodules that convert tensors on loading."""
-    for name, part in module.named_modules(remove_duplicate=False):
-        methods = (type(part)._load_from_state_dict, type(part).load_state_dict)
-        overridden = not all(method.__module__.startswith("torch.") for method in methods)
-        if part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks or overridden:
-            yield f"{name}." if name else ""
+def _converts(part: nn.Module) -> bool:
+    """Whether a module may convert tensors on loading."""
+    methods = (type(part)._load_from_state_dict, type(part).load_state_dict)
+    overridden = not all(method.__module__.startswith("torch.") for method in methods)
+    return bool(part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks or overridden)
 
 
-def _make_fit_hint(module: nn.Module, state: StateDict, classes: str) -> str:
-    tensors = module.state_dict()
-    shapes = [(each.shape, state[name].shape) for name, each in tensors.items() if name in state]
-    if count := _find_class_count(shapes) if tensors.keys() == state.keys() else None:
-        return f"type args: {{{classes}: {count}}}"
-    if pairs := _pair_alike(tensors, state):
-        # Do not suggest strict: false: it would draw at random what the file has under another name.
-        renamed = format_names([f"{escape(other)} to {escape(name)}" for name, other in pairs.items()])
+def _make_fit_hint(wanted: Tensors, state: StateDict, classes: str) -> str:
+    pairs = [(each, state[name]) for name, each in wanted.items() if name in state]
+    others = [(held, given) for held, given in pairs if held.shape != given.shape]
+    if others and wanted.keys() == state.keys():  # only the number of classes may differ
+        are_alike = all(held.ndim and given.ndim and held.shape[1:] == given.shape[1:] for held, given in others)
+        counts = {given.shape[0] for _, given in others} if are_alike else ()
+        if len(counts) == 1:
+            return f"type args: {{{classes}: {next(iter(counts))}}}"
+    alike: dict[str, str] = {}  # the first missing names, each with the similar left-over name of the same shape
+    for name in [name for name in wanted if name not in state][:MAX_COMPARED_NAMES]:
+        rest = state.keys() - wanted.keys() - set(alike.values())
+        if found := find_nearest(name, sorted(each for each in rest if state[each].shape == wanted[name].shape)):
+            alike[name] = found[0]
+    if alike:  # not strict: false, which would draw at random what the file has under another name
+        renamed = format_names([f"{escape(other)} to {escape(name)}" for name, other in alike.items()])
         return f"rename {renamed} in the file, for they look alike; {FIT_HINT}"
-    fits = bool(shapes) and all(held == given for held, given in shapes)
-    return f"{FIT_HINT}; {STRICT_HINT}" if fits else FIT_HINT
+    return f"{FIT_HINT}; {STRICT_HINT}" if pairs and not others else FIT_HINT
 
 
-def _pair_alike(tensors: Mapping[str, Tensor], state: StateDict) -> dict[str, str]:
-    """The first few missing names, each with the similar left-over name of the same shape."""
-    pairs: dict[str, str] = {}
-    for name in [name for name in tensors if name not in state][:MAX_COMPARED_NAMES]:
-        rest = state.keys() - tensors.keys() - set(pairs.values())
-        if found := find_nearest(name, sorted(each for each in rest if state[each].shape == tensors[name].shape)):
-            pairs[name] = found[0]
-    return pairs
-
-
-def _find_class_count(shapes: list[tuple[torch.Size, torch.Size]]) -> int | None:
-    """How many classes a state dict's heads have, if only that number differs from the module's."""
-    pairs = [(held, given) for held, given in shapes if held != given]
-    counts = {(held[0], given[0]) for held, given in pairs if held and given and held[1:] == given[1:]}
-    alike = all(held and given and held[1:] == given[1:] for held, given in pairs)
-    return counts.pop()[1] if alike and len(counts) == 1 else None
-
-
-def _describe_differences(module: nn.Module, state: StateDict) -> str:
-    tensors = module.state_dict()
+def _describe_differences(wanted: Tensors, state: StateDict) -> str:
     kinds = {
-        "missing": [escape(name) for name in tensors if name not in state],
-        "unexpected": [escape(name) for name in state if name not in tensors],
+        "missing": [escape(name) for name in wanted if name not in state],
+        "unexpected": [escape(name) for name in state if name not in wanted],
         "of another shape": [
-            f"{escape(name)} is {tuple(state[name].shape)}, not {tuple(tensors[name].shape)}"
-            for name in tensors
-            if name in state and state[name].shape != tensors[name].shape
+            f"{escape(name)} is {tuple(state[name].shape)}, not {tuple(wanted[name].shape)}"
+            for name in wanted
+            if name in state and state[name].shape != wanted[name].shape
         ],
     }
     return "; ".join(f"{kind}: {format_names(names)}" for kind, names in kinds.items() if names)

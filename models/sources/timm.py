@@ -12,12 +12,7 @@ from typing import Any
 
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
-from layertap.models.grammar import (
-    SOURCES,
-    WeightsSource,
-    parse_weights,
-    unknown_name_error,
-)
+from layertap.models.grammar import SOURCES, WeightsSource, import_library, parse_weights, unknown_name_error
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.inputs.presets import choose_preprocessing, from_timm
 from layertap.models.labels import Labels
@@ -27,7 +22,6 @@ from layertap.models.sources.build import (
     BuiltModel,
     construct_module,
     describe_arguments,
-    import_library,
     list_parameters,
     read_weights,
     refuse_named_weights,
@@ -68,15 +62,16 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     else:
         _check_name(timm, ident)
     module, report = _create_module(timm, ident, spec, shown)
-    config = timm.data.resolve_data_config(_get_size(args), model=module)
-    shape = (args.get("in_chans", CHANNELS), *config["input_size"][1:])
+    size, channels = args.get("img_size"), args.get("in_chans", CHANNELS)
+    sizes = {"input_size": (channels, *size)} if isinstance(size, (list, tuple)) else {"img_size": size} if size else {}
+    config = timm.data.resolve_data_config(sizes, model=module)
     name = next(iter(inspect.signature(module.forward).parameters))
     return BuiltModel(
         module=module,
-        inputs=(InputSpec(name, shape),),
+        inputs=(InputSpec(name, (channels, *config["input_size"][1:])),),
         architecture=f"timm:{architecture}",
         weights=module.pretrained_cfg.get("tag") or "pretrained" if weights.is_named else weights.label,
-        pictures=read_transform(timm, config) if shape[0] == CHANNELS else f"it takes {shape[0]} channels, not 3",
+        pictures=read_transform(timm, config) if channels == CHANNELS else f"it takes {channels} channels, not 3",
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         named=True,
         settings=describe_arguments(args),
@@ -136,14 +131,6 @@ def _check_name(timm: Any, ident: str) -> None:
         tags = [full for full in timm.list_pretrained() if full.partition(".")[0] == name]
         matches = tuple(f"timm:{full}" for full in find_nearest(ident, tags, 3, cutoff=0.0))
         raise LoadError(f"timm:{name} has no weights tagged {escape(tag)}", hint=suggest(matches)) from error
-
-
-def _get_size(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The image size in a module's arguments, in the form that ``resolve_data_config`` takes; empty if not given."""
-    size = args.get("img_size")
-    if isinstance(size, (list, tuple)):
-        return {"input_size": (args.get("in_chans", CHANNELS), *size)}
-    return {} if size is None else {"img_size": size}
 
 
 def _create_module(timm: Any, ident: str, spec: ModelSpec, shown: str) -> tuple[Any, LoadReport | None]:

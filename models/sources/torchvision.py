@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torchvision.models import VisionTransformer, get_model, get_model_builder, get_model_weights, list_models
-from torchvision.models.video import MViT
+from torchvision.models import get_model, get_model_builder, get_model_weights, list_models
 
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
 from layertap.models.grammar import parse_weights, unknown_name_error
@@ -22,6 +21,7 @@ from layertap.models.sources.build import (
     FLOAT_BITS,
     BuiltModel,
     construct_module,
+    count_class_tokens,
     describe_arguments,
     list_parameters,
     read_weights,
@@ -35,16 +35,12 @@ from layertap.models.spec import InputSpec, ModelSpec
 FRAMES = 16
 POSITIONS, PATCHES = "encoder.pos_embedding", "conv_proj.weight"
 QUANTIZED = "quantized_"
+AUXILIARY = frozenset({"aux1", "AuxLogits", "aux_classifier"})  # heads that serve training only
 RESERVED = dict.fromkeys(
     ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "progress"), "type weights: beside args:"
 )
 OF_CONSTRUCTION = frozenset({"weights_backbone", "init_weights"})  # no effect once other weights are loaded
 OLD_DENSE = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
-REFUSED = {
-    "ObjectDetection": "detection takes a list of images with their boxes, not a batch",
-    "OpticalFlow": "optical flow takes two images an item",
-}
-State = Mapping[str, Tensor] | None
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
@@ -56,22 +52,24 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     shown, kind = f"torchvision:{ident}", _find_kind(ident)
     released = _find_released(ident, spec)
     state = _read_state(ident, released, spec)
-    create = partial(construct, ident, state, spec.args, released)
-    module, report = construct_module(spec, shown, create, state, FLOAT_BITS)
+    options = _make_options(ident, state, released)
+    module, report = construct_module(spec, shown, partial(_construct, ident, options, spec.args), state, FLOAT_BITS)
     weights = parse_weights(spec.weights)
     entry = released or get_model_weights(ident).__members__["DEFAULT"]
     transforms = entry.transforms()
-    shape = _fit_image_size(module, SHAPES[kind](transforms, entry.meta), transforms)
+    shape = SHAPES[kind](transforms, entry.meta)
+    side = getattr(module, "image_size", shape[-1])
+    if len(shape) == 3 and side != shape[-1]:  # a transformer's positions are for other pictures than the weights'
+        transforms.resize_size = transforms.crop_size = [side]
+        shape = (3, side, side)
     name = next(iter(inspect.signature(module.forward).parameters))
-    options = _make_options(ident, kind, state, released)
-    no_pictures = f"torchvision's {kind} takes no single pictures"
     return BuiltModel(
         module=module,
         inputs=(InputSpec(name, shape),),
         architecture=shown,
         weights=f"{type(released).__name__}.{released.name}" if released and weights.is_named else weights.label,
-        pictures=read_transforms(transforms) if len(shape) == 3 else no_pictures,
-        prefix_tokens=int(isinstance(module, VisionTransformer | MViT)),
+        pictures=read_transforms(transforms) if len(shape) == 3 else f"torchvision's {kind} takes no single pictures",
+        prefix_tokens=count_class_tokens(module),
         named=True,
         settings=describe_arguments({**options, **spec.args}, without=OF_CONSTRUCTION),
         report=report,
@@ -81,24 +79,23 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
 
 def list_classifiers() -> list[str]:
     """Architectures for image classification, sorted, without quantised ones."""
-    return [name for name in list_offered() if _get_preset_name(name) == "ImageClassification"]
+    return [name for name in _list_offered() if _get_preset_name(name) == "ImageClassification"]
 
 
 def _find_kind(ident: str) -> str:
     """The class name of the architecture's preset, which tells the kind of input."""
     if ident not in list_models():
-        raise unknown_name_error("torchvision", ident, list_offered())
+        raise unknown_name_error("torchvision", ident, _list_offered())
     if ident.startswith(QUANTIZED):
         hint = f"type torchvision:{ident.removeprefix(QUANTIZED)}"
         raise LoadError(f"torchvision:{ident} is not offered: it is made for int8 arithmetic", hint=hint)
     kind = _get_preset_name(ident)
     if kind not in SHAPES:
-        raise LoadError(f"torchvision:{ident} is not offered: {REFUSED.get(kind, 'what it takes is not known')}")
+        raise LoadError(f"torchvision:{ident} is not offered: {kind} takes no batch of single tensors")
     return kind
 
 
-def list_offered() -> list[str]:
-    """All architectures that can be served, sorted."""
+def _list_offered() -> list[str]:
     return [name for name in list_models() if not name.startswith(QUANTIZED) and _get_preset_name(name) in SHAPES]
 
 
@@ -140,17 +137,28 @@ def _read_state(ident: str, released: Any | None, spec: ModelSpec) -> StateDict 
     return state
 
 
-def _make_options(ident: str, kind: str, state: State, released: Any | None) -> dict[str, Any]:
-    options = OPTIONS.get(ident) or OPTIONS.get(kind) or OPTIONS.get(ident.partition("_")[0])
-    return options(state, released) if options else {}
+def _make_options(ident: str, state: StateDict | None, released: Any | None) -> dict[str, Any]:
+    """The builder's arguments that follow from the weights."""
+    names, options = list_parameters(get_model_builder(ident)), dict[str, Any]()
+    auxiliary = any(not AUXILIARY.isdisjoint(name.split(".")) for name in state or ())
+    if "weights_backbone" in names:  # by default they are downloaded, and then overwritten
+        options["weights_backbone"] = None
+    if "aux_loss" in names and auxiliary:
+        options["aux_loss"] = True
+    if ident in ("googlenet", "inception_v3"):
+        auxiliary = state is None or auxiliary
+        # Released weights were trained on differently scaled inputs; only GoogLeNet's lack auxiliary heads.
+        rescaled = released is not None or (ident == "googlenet" and not auxiliary)
+        options |= {"aux_logits": auxiliary, "transform_input": rescaled, "init_weights": state is None}
+    positions, patches = (_find_shape(state or {}, name) for name in (POSITIONS, PATCHES))
+    if positions and patches:  # a vision transformer: a square of patches and the class token
+        options["image_size"] = math.isqrt(positions[1] - 1) * patches[-1]
+    return options
 
 
-def construct(ident: str, state: State, args: Mapping[str, Any], released: Any | None = None) -> nn.Module:
-    """The architecture that a state dict fits, with the caller's arguments.
-
-    LoadError for an argument that it does not take, or would ignore.
-    """
-    shown, options = f"torchvision:{ident}", _make_options(ident, _find_kind(ident), state, released)
+def _construct(ident: str, options: Mapping[str, Any], args: Mapping[str, Any]) -> nn.Module:
+    """The architecture; LoadError for an argument that it does not take, or would ignore."""
+    shown = f"torchvision:{ident}"
     refuse_reserved_arguments(args, RESERVED, shown)
     try:
         module = get_model(ident, weights=None, **{**options, **args})
@@ -167,48 +175,8 @@ def _list_arguments(ident: str, module: nn.Module) -> list[str]:
     return [name for name in names if name not in RESERVED]
 
 
-def _googlenet(state: State, released: Any | None) -> dict[str, Any]:
-    # Only the released weights have no auxiliary heads, and they were trained on differently scaled inputs.
-    aux = _has_prefix(state, "aux1.", otherwise=True)
-    return {"aux_logits": aux, "transform_input": released is not None or not aux, "init_weights": state is None}
-
-
-def _inception(state: State, released: Any | None) -> dict[str, Any]:
-    aux = _has_prefix(state, "AuxLogits.", otherwise=True)
-    return {"aux_logits": aux, "transform_input": released is not None, "init_weights": state is None}
-
-
-def _segmentation(state: State, released: Any | None) -> dict[str, Any]:
-    # Without this the builder would download backbone weights, which are overwritten anyway.
-    options: dict[str, Any] = {"weights_backbone": None}
-    return options | ({"aux_loss": True} if _has_prefix(state, "aux_classifier.", otherwise=False) else {})
-
-
-def _vision_transformer(state: State, released: Any | None) -> dict[str, Any]:
-    """The image size that follows from a state dict's positions: a square of patches and the class token."""
-    shapes = [_find_shape(state or {}, name) for name in (POSITIONS, PATCHES)]
-    if not all(shapes):
-        return {}
-    positions, patches = shapes
-    return {"image_size": math.isqrt(positions[1] - 1) * patches[-1]}
-
-
-def _has_prefix(state: State, prefix: str, *, otherwise: bool) -> bool:
-    """Whether any name begins with a prefix, after whatever training has put before it."""
-    return otherwise if state is None else any(f".{prefix}" in f".{name}" for name in state)
-
-
 def _find_shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     return next((tuple(value.shape) for each, value in state.items() if f".{each}".endswith(f".{name}")), ())
-
-
-def _fit_image_size(module: nn.Module, shape: tuple[int, ...], transforms: Any) -> tuple[int, ...]:
-    """The weights' input shape, or a transformer's own if it differs; then the transforms are set to it."""
-    if not isinstance(module, VisionTransformer) or shape[1] == module.image_size:
-        return shape
-    side = int(module.image_size)
-    transforms.resize_size = transforms.crop_size = [side]
-    return (3, side, side)
 
 
 def read_transforms(transforms: Any) -> Preprocessing | str:
@@ -217,12 +185,6 @@ def read_transforms(transforms: Any) -> Preprocessing | str:
     return choose_preprocessing(name, repr(transforms), transforms, nearest, f"torchvision's {name}")
 
 
-OPTIONS: dict[str, Callable[[State, Any | None], dict[str, Any]]] = {
-    "googlenet": _googlenet,
-    "inception_v3": _inception,
-    "SemanticSegmentation": _segmentation,
-    "vit": _vision_transformer,
-}
 # The shape of one item, from the weights' transforms and meta data; segmentation takes any size.
 SHAPES: dict[str, Callable[[Any, Mapping[str, Any]], tuple[int, ...]]] = {
     "ImageClassification": lambda preset, meta: (3, preset.crop_size[0], preset.crop_size[0]),

@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,52 +16,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from layertap.models.catalog import trials
-from layertap.models.devices.devices import TOLERANCE, use_threads
+from layertap.models.devices.devices import use_threads
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, format_names
-from layertap.models.grammar import ADAPTER_CONFIG, get_base_name, parse_weights, refuse_adapter
+from layertap.models.grammar import ADAPTER_CONFIG, get_base_name, import_library, parse_weights, refuse_adapter
+from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs.noise import make_noise_row
-from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.labels import Labels
-from layertap.models.run.replica import call_module
 from layertap.models.sources.adapters import merge_adapter
 from layertap.models.sources.build import (
     BuiltModel,
     construct_module,
-    import_library,
+    count_class_tokens,
     read_weights,
     refuse_named_weights,
     refuse_reserved_arguments,
     refuse_unknown_arguments,
-    wrap_build_errors,
 )
-from layertap.models.sources.checkpoints import find_weights, read_checkpoint
-from layertap.models.sources.embeddings import KnownEmbedding
+from layertap.models.sources.checkpoints import find_weights, read_checkpoint, wrap_errors
 from layertap.models.sources.sentence_head import LAYER, attach_head, read_sentence_folder
 from layertap.models.sources.state_dict import LoadReport, has_same_values, raise_for_different, refuse_scales
 from layertap.models.sources.transformers_inputs import (
     LOCAL,
     MASK,
-    PATCH_SHAPES,
-    count_class_tokens,
-    find_modality,
-    load_tokenizer,
-    make_input_specs,
-    make_text_spec,
-    read_preset,
-    split_towers,
+    read_inputs,
 )
-from layertap.models.spec import EmbeddingChoice, InputSpec, ModelSpec
+from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec
 
 FLOAT_BYTES = 4
 PLAIN = {"use_cache": False, "return_dict": True, "output_hidden_states": False, "output_attentions": False}
 IRRELEVANT = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "dtype", "id2label", "label2id", *PLAIN}
 )
-MASKED, SKIPS = "sdpa_always_masked", ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+ALWAYS_MASK = "layertap_always_mask"  # of a module's configuration
+NEVER_OMIT = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
+TRIAL_TOKENS, MAX_DIFFERENCE = 5, 5e-2  # of a row with and without a mask, as a share of the largest value
 LABELS, MULTI_LABEL = "num_labels", "multi_label_classification"
 INTERPOLATE = "interpolate_pos_encoding"
 ITS_OWN = "it says what the directory is: change its config.json"
@@ -94,7 +84,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     if not (folder / "config.json").is_file():
         refuse_adapter(folder)
         raise LoadError(f"there is no directory with a config.json for {shown}", hint=DIRECTORY_HINT)
-    with wrap_build_errors(shown):
+    with wrap_errors(f"{shown} could not be built"):
         config = library.AutoConfig.from_pretrained(str(folder), **LOCAL)
         if spec.args:
             refuse_reserved_arguments(spec.args, RESERVED, shown)
@@ -115,58 +105,39 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     else:
         construct = partial(architecture, config)
         module, report = construct_module(spec, shown, construct, read_weights(spec), classes=LABELS)
-    settings = _describe_settings(config)
+    # The settings that affect results and differ from the library's defaults.
+    settings = {name: value for name, value in config.to_diff_dict().items() if name not in IRRELEVANT}
+    described = json.dumps(settings, sort_keys=True, default=str)
     _set_plain_outputs(module)
-    text = None
-    modality = find_modality(module) if spec.inputs is None else "other"
-    two_towers = modality in ("text", "both") and split_towers(module) and modality == "both"
+    inputs, text, pictures, two_towers = read_inputs(library, module, folder, spec, sentence, shown)
     if spec.interpolate_pos_encoding:
-        _interpolate_positions(module)
-    if modality == "text" or two_towers:
-        text = make_text_spec(module, load_tokenizer(library, folder, shown, sentence), sentence)
-    pictures: Preprocessing | str = ""
-    if modality == "text" and PATCH_SHAPES in inspect.signature(module.forward).parameters:
-        pictures = f"{type(module).__name__} takes them in patches, with {PATCH_SHAPES}"
-    elif spec.preprocess == "preset" and modality != "text":
-        backend = "pil" if spec.image_backend == "auto" and spec.decode != "exact" else spec.image_backend
-        pictures = read_preset(library, folder, backend)
-    inputs = spec.inputs or make_input_specs(module, text, pictures, shown)
-    takes_pictures = two_towers or (len(inputs) == 1 and len(inputs[0].shape) == 3)
+        if INTERPOLATE not in inspect.signature(module.forward).parameters:
+            detail = f"{type(module).__name__} has no {INTERPOLATE}"
+            raise LoadError(detail, hint=f"leave {INTERPOLATE} out: it takes other sizes as it is, or none")
+        module.forward = partial(module.forward, **{INTERPOLATE: True})
     if any(each.name == MASK for each in inputs):
-        _always_mask_attention(library, module, text.inputs() if text else inputs)
+        _always_mask(library, module, text.inputs() if text else inputs)
     if sentence:
         attach_head(module, sentence, shown)
-        settings = f"{settings}{sentence.describe()}"
+        described += sentence.describe()
+    labels = tuple(str(name) for _, name in sorted((config.id2label or {}).items()))
+    is_numbered = labels == tuple(f"LABEL_{number}" for number in range(len(labels)))  # by the library's default
     return BuiltModel(
         module=module,
         inputs=inputs,
-        pictures=pictures if isinstance(pictures, str) or takes_pictures else "",
+        pictures=pictures,
         architecture=f"transformers:{type(module).__name__}",
-        prefix_tokens=0 if modality == "text" else count_class_tokens(module),
+        prefix_tokens=0 if text and not two_towers else count_class_tokens(module),
         weights="as saved" if weights.label == "DEFAULT" else weights.label,
         named=True,
-        settings=settings,
+        settings=described,
         text=text,
         report=report,
-        labels=_find_labels(config),
-        embedding=KnownEmbedding((EmbeddingChoice(LAYER, SAVED),)) if sentence else None,
+        labels=None if is_numbered else Labels(labels, "config.json"),
+        embeddings=[(EmbeddingSpec(LAYER), SAVED, False)] if sentence else [],
         two_towers=two_towers,
         outputs="multi_label_logits" if getattr(config, "problem_type", None) == MULTI_LABEL else None,
     )
-
-
-def _interpolate_positions(module: nn.Module) -> None:
-    """Make each forward interpolate position tables for pictures of other sizes; LoadError if it can't."""
-    if INTERPOLATE not in inspect.signature(module.forward).parameters:
-        detail = f"{type(module).__name__} has no {INTERPOLATE}"
-        raise LoadError(detail, hint=f"leave {INTERPOLATE} out: it takes other sizes as it is, or none")
-    module.forward = partial(module.forward, **{INTERPOLATE: True})
-
-
-def _find_labels(config: Any) -> Labels | None:
-    """The classes that config.json names; None if the library only numbers them."""
-    names = [str(name) for _, name in sorted((config.id2label or {}).items())]
-    return None if names == [f"LABEL_{number}" for number in range(len(names))] else Labels(tuple(names), "config.json")
 
 
 def _set_plain_outputs(module: Any) -> None:
@@ -181,40 +152,37 @@ def _set_plain_outputs(module: Any) -> None:
             part.name_or_path = ""
 
 
-def _always_mask_attention(library: Any, module: Any, inputs: Sequence[InputSpec]) -> None:
-    """Always pass attention a mask, even if nothing is padded, unless that changes the model's values.
+def _always_mask(library: Any, module: Any, inputs: Sequence[InputSpec]) -> None:
+    """Give attention a mask even if nothing is padded, unless that changes the model's values.
 
-    By default the library omits an all-ones mask, so that the other rows of a batch decide which arguments layers get
-    and which kernel runs. Some classes compute differently if attention has another name, or a mask.
+    By default the library omits a mask of ones, so that the other rows of a batch decide which kernel runs.
     """
-    parts = [part for part in module.modules() if isinstance(part, library.PreTrainedModel)]
-    for part in parts:
-        asks_for_name = '"sdpa"' in inspect.getsource(sys.modules[type(part).__module__])
-        is_sdpa = getattr(part.config, "_attn_implementation", None) == "sdpa"
-        if asks_for_name or not is_sdpa or not part._can_set_attn_implementation():
-            return
     masks = importlib.import_module("transformers.masking_utils")
-
-    def always_mask(*args: Any, **options: Any) -> Any:
-        return masks.sdpa_mask(*args, **{**options, **dict.fromkeys(SKIPS, False)})
-
-    library.AttentionInterface.register(MASKED, library.AttentionInterface()["sdpa"])
-    library.AttentionMaskInterface.register(MASKED, always_mask)
-    specs = [replace(spec, shape=(min(trials.SHORT, spec.shape[0]),)) if spec.longest else spec for spec in inputs]
+    masks.AttentionMaskInterface.register("sdpa", partial(_make_mask, masks.sdpa_mask))
+    specs = [replace(spec, shape=(min(TRIAL_TOKENS, spec.shape[0]),)) if spec.longest else spec for spec in inputs]
     row = make_noise_row(specs, module.device, module.dtype)
-    run = partial(call_module, module=module.eval())
+    configs = [part.config for part in module.eval().modules() if isinstance(part, library.PreTrainedModel)]
+
+    def run(*, always: bool) -> list[Tensor]:
+        for config in configs:
+            setattr(config, ALWAYS_MASK, always)
+        return [value for _, value in iterate_tensors(module(**row)) if value.is_floating_point()]
+
     # On one thread: a process that forks after multithreaded operations can't use several threads in the child.
-    with torch.no_grad(), use_threads(1):
-        alone = trials.try_forward(run, row)
-        module.set_attn_implementation(MASKED)
-        if alone is not None and not trials.has_same_values(alone, trials.try_forward(run, row), TOLERANCE["bfloat16"]):
-            module.set_attn_implementation("sdpa")
+    with torch.no_grad(), use_threads(1), suppress(Exception):  # what always raises, raises again in the survey
+        if all(map(_is_near, run(always=False), run(always=True))):
+            return
+    for config in configs:
+        setattr(config, ALWAYS_MASK, False)
 
 
-def _describe_settings(config: Any) -> str:
-    """The configuration's settings that affect results and differ from the library's defaults, as text."""
-    settings = {name: value for name, value in config.to_diff_dict().items() if name not in IRRELEVANT}
-    return json.dumps(settings, sort_keys=True, default=str)
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0.0, atol=MAX_DIFFERENCE * float(one.abs().max()), equal_nan=True)
+
+
+def _make_mask(make: Callable[..., Tensor | None], *args: Any, config: Any = None, **options: Any) -> Tensor | None:
+    """The library's mask, which a model's ``config`` can forbid it to omit."""
+    return make(*args, config=config, **options | (NEVER_OMIT if getattr(config, ALWAYS_MASK, False) else {}))
 
 
 def _load_saved(architecture: Any, folder: Path, config: Any, spec: ModelSpec, shown: str) -> tuple[Any, LoadReport]:
@@ -222,12 +190,14 @@ def _load_saved(architecture: Any, folder: Path, config: Any, spec: ModelSpec, s
     file = find_weights(folder)  # read by our own code: the library gets tensors, never a pickle
     # For any other dtype the library would change the process's default dtype while it constructs the module.
     options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with wrap_build_errors(shown), construct_alone(None if spec.strict else 0):
-        module, info = architecture.from_pretrained(
-            None, config=config, state_dict=read_checkpoint(file), **options, **LOCAL
-        )
-    found_missing = _drop_unsaved_pooler(module, info["missing_keys"])
-    missing = [name for name in sorted(found_missing) if name not in module.all_tied_weights_keys]
+    with wrap_errors(f"{shown} could not be built"), construct_alone(None if spec.strict else 0):
+        state = read_checkpoint(file)
+        module, info = architecture.from_pretrained(None, config=config, state_dict=state, **options, **LOCAL)
+    missing, pooler = info["missing_keys"], {name for name in module.state_dict() if name.startswith("pooler.")}
+    if pooler and pooler <= missing and "add_pooling_layer" in inspect.signature(type(module)).parameters:
+        module.pooler = None  # it was saved without one
+        missing -= pooler
+    missing = tuple(name for name in sorted(missing) if name not in module.all_tied_weights_keys)
     wrong = {
         "missing": [escape(name) for name in missing if spec.strict],
         "of another shape": [escape(str(entry[0])) for entry in info["mismatched_keys"]],
@@ -246,16 +216,7 @@ def _load_saved(architecture: Any, folder: Path, config: Any, spec: ModelSpec, s
     has_adapter = (folder / ADAPTER_CONFIG).is_file() and not spec.adapter
     if has_adapter:  # the library merges it too
         merge_adapter(module, folder)
-    return module, LoadReport("", "", tuple(missing), left_over, adapter=folder.name if has_adapter else "")
-
-
-def _drop_unsaved_pooler(module: Any, missing: Set[str]) -> Set[str]:
-    """Remove a pooler that was not saved (``add_pooling_layer=False``); return the names that are still missing."""
-    names = {name for name in module.state_dict() if name.startswith("pooler.")}
-    if names and names <= missing and "add_pooling_layer" in inspect.signature(type(module)).parameters:
-        module.pooler = None
-        return missing - names
-    return missing
+    return module, LoadReport("", "", missing, left_over, adapter=folder.name if has_adapter else "")
 
 
 def _list_different(module: Any, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -276,20 +237,16 @@ def _list_different(module: Any, tensors: Mapping[str, Tensor]) -> list[str]:
         name = next((each for each in (key, prefix + key, key.removeprefix(prefix)) if each in state), None)
         if name is None or name in tied:
             continue
-        allowed = [given]
+        held, allowed = state[name], [given]
         if name in padding:
             padded = given.clone()
             padded[padding[name] : padding[name] + 1] = 0
             allowed.append(padded)
-        if not any(_is_unchanged(state[name], each, module.config.dtype) for each in allowed):
+        # It may be rounded to the model's own dtype only.
+        rounded = held.is_floating_point() and held.dtype.itemsize < FLOAT_BYTES and held.dtype != module.config.dtype
+        if held.is_meta or rounded or not any(has_same_values(held, each) for each in allowed):
             wrong.append(key)
     return wrong
-
-
-def _is_unchanged(held: Tensor, given: Tensor, dtype: torch.dtype | None) -> bool:
-    """Whether a tensor has a file's values, rounded at most to its model's dtype."""
-    rounded = held.is_floating_point() and held.dtype.itemsize < FLOAT_BYTES and held.dtype != dtype
-    return not held.is_meta and not rounded and has_same_values(held, given)
 
 
 def _find_architecture(library: Any, config: Any, *, encoder: bool) -> Any:

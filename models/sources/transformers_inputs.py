@@ -7,7 +7,7 @@ import importlib
 import inspect
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from threading import Lock
@@ -20,86 +20,129 @@ from layertap.models.errors import LoadError
 from layertap.models.inputs.model_inputs import Encode, TextSpec
 from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing, compute_output_size
 from layertap.models.inputs.presets import SIDE, choose_preprocessing, from_transformers
-from layertap.models.sources.build import wrap_build_errors
+from layertap.models.sources.checkpoints import wrap_errors
 from layertap.models.sources.sentence_head import SentenceFolder
-from layertap.models.spec import ImageBackend, InputSpec, Truncate
+from layertap.models.spec import ImageBackend, InputSpec, ModelSpec, Truncate
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 Modality = Literal["pictures", "text", "both", "other"]
 IDS, MASK, TYPES, PIXELS = "input_ids", "attention_mask", "token_type_ids", "pixel_values"
 PATCH_SHAPES = "spatial_shapes"
 FURTHER = frozenset({"decoder_input_ids", "input_values", "input_features", "pixel_values_videos"})
-TOKENS = frozenset({"cls_token", "class_embedding", "distillation_token", "register_tokens"})
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 SIDES: dict[str, Truncate] = {"left": "start", "right": "end"}
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model"),
 )
+TABLES = ("position_embedding", "position_embeddings")
 DEFAULT_MAX_TOKENS = 512  # for a model without a limit
 CODE_POINTS = 0x110000  # Unicode's: the ids of a model without a vocabulary, CANINE
 INPUTS_HINT = "add inputs: name, shape and dtype of each"
 
 
-@dataclass(frozen=True)
-class Tokenizer:
-    """A directory's tokenizer.
+def read_inputs(
+    library: Any, module: Any, folder: Path, spec: ModelSpec, sentence: SentenceFolder | None, shown: str
+) -> tuple[tuple[InputSpec, ...], TextSpec | None, Preprocessing | str, bool]:
+    """A model's inputs, how it takes texts and pictures, and whether it has two towers that run alone.
 
-    ``encode`` and ``is_fast`` are as in TextSpec; ``side`` is the side at which the library truncates. ``fill`` is
-    ``encode`` that also pads shorter texts; None if the model takes a mask. ``separators`` as in TextSpec.
+    The forward of such a model is changed to accept either's inputs. LoadError if its class does not tell its inputs.
     """
+    names = _list_arguments(module)
+    modality = _find_modality(module) if spec.inputs is None else "other"
+    two_towers = modality in ("text", "both") and _split_towers(module) and modality == "both"
+    text = _read_text_spec(library, module, folder, shown, sentence) if modality == "text" or two_towers else None
+    pictures: Preprocessing | str = ""
+    if modality == "text" and PATCH_SHAPES in names:
+        pictures = f"{type(module).__name__} takes them in patches, with {PATCH_SHAPES}"
+    elif spec.preprocess == "preset" and modality != "text":
+        backend = "pil" if spec.image_backend == "auto" and spec.decode != "exact" else spec.image_backend
+        pictures = read_preset(library, folder, backend)
+    if spec.inputs is not None:
+        inputs = spec.inputs
+    elif modality == "text" and text is not None:
+        inputs = text.inputs()
+    elif modality == "other":
+        detail = f"what {type(module).__name__} of {shown} takes can't be told from its class"
+        raise LoadError(detail, hint=INPUTS_HINT)
+    else:
+        picture = InputSpec(PIXELS, _get_picture_shape(module.config, pictures, shown))
+        words = text or _read_text_spec(library, module, None, shown) if modality == "both" else None
+        inputs = (*(words.inputs() if words else ()), picture)
+    takes_pictures = two_towers or (len(inputs) == 1 and len(inputs[0].shape) == 3)
+    return inputs, text, pictures if isinstance(pictures, str) or takes_pictures else "", two_towers
 
-    encode: Encode
-    pad: int | None
-    max_tokens: int
-    digest: str
-    side: Truncate
-    fill: Encode | None = None
-    is_fast: bool = True
-    separators: tuple[int, int] | None = None
 
+def _read_text_spec(
+    library: Any, module: Any, folder: Path | None, shown: str, sentence: SentenceFolder | None = None
+) -> TextSpec:
+    """How a model takes texts; only ids without a directory that has a tokenizer, or if that needs token types.
 
-def load_tokenizer(library: Any, folder: Path, shown: str, sentence: SentenceFolder | None = None) -> Tokenizer | None:
-    """The tokenizer in a directory; None if there is none, or it needs token types; LoadError for a broken one.
-
-    A sentence-transformers folder's own limit and lowercasing apply.
+    A sentence-transformers folder's own limit and lowercasing apply; its texts are truncated to the tokenizer's limit
+    or the model's positions. If the tokenizer returns no mask, and its limit is the size of a position table, texts are
+    padded to it, as by SigLIP's processor.
     """
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    with wrap_build_errors(f"the tokenizer of {shown}"):
-        whole = library.AutoTokenizer.from_pretrained(str(folder), **LOCAL)
-        if whole.vocab_size <= len(whole.all_special_tokens) + 1:  # the last may be a mark of spaces
-            detail = f"the tokenizer of {shown} knows {whole.vocab_size} ids, and no word: its vocabulary is missing"
-            files = " or ".join(sorted(whole.vocab_files_names.values()))
-            raise LoadError(detail, hint=f"put {files} into the folder, as save_pretrained wrote it")
-        single, pair = whole("a"), whole("a", "a")
-        if any(single.get("token_type_ids", ())) or (sentence is not None and not whole.is_fast):
-            return None  # token types are not supported; requests can send ids
-        limit = (sentence.max_tokens if sentence else None) or int(whole.model_max_length)
+    names, config, vocabulary = _list_arguments(module), module.config.get_text_config(), _count_ids(module)
+    with wrap_errors(f"the tokenizer of {shown} could not be built"):
+        whole = _load_tokenizer(library, folder, shown, sentence) if folder is not None else None
+        limit = int((sentence and sentence.max_tokens) or whole.model_max_length) if whole else DEFAULT_MAX_TOKENS
+        pads = (whole.pad_token_id if whole else None, getattr(config, "pad_token_id", None))
+        text = TextSpec(
+            ids=IDS,
+            mask=MASK if MASK in names else None,
+            max_tokens=min(_count_positions(module, config), limit),
+            pad=next((pad for pad in pads if isinstance(pad, int) and 0 <= pad < vocabulary), 0),
+            vocabulary=vocabulary,
+            pads=not any(getattr(part, "rope_type", None) == "longrope" for part in module.modules()),
+            limits=sentence.limits if sentence else {},
+            prompts=sentence.prompts if sentence else {},
+            default_prompt=sentence.default_prompt if sentence else "",
+        )
+        if whole is None:
+            return text
         if not whole.is_fast:
             settings = {name: value for name, value in whole.init_kwargs.items() if str(folder) not in str(value)}
-            described = type(whole).__name__, sorted(settings.items()), whole.get_vocab()
-            digest = hashlib.sha256(repr(described).encode()).hexdigest()
-            encode = partial(_encode_slowly, whole, Lock())
-            return Tokenizer(encode, whole.pad_token_id, limit, digest, SIDES[whole.truncation_side], is_fast=False)
+            digest = _digest(repr((type(whole).__name__, sorted(settings.items()), whole.get_vocab())))
+            return replace(text, encode=partial(_encode_slowly, whole, Lock()), is_fast=False, digest=digest)
         # A copy: the library's wrapper sets truncation and padding at each call, which is not thread-safe.
         own = type(whole.backend_tokenizer).from_str(whole.backend_tokenizer.to_str())
         own.no_truncation()
         own.no_padding()
         if sentence is not None and sentence.lowercase:
             _lower(own)
-        return Tokenizer(
-            encode=partial(_encode, own),
-            pad=whole.pad_token_id,
-            max_tokens=limit,
-            digest=hashlib.sha256(own.to_str().encode()).hexdigest(),
-            side=SIDES[whole.truncation_side],
-            separators=(whole.sep_token_id, single["input_ids"].count(whole.sep_token_id))
-            if any(pair.get("token_type_ids", ())) and whole.sep_token_id in single["input_ids"]
-            else None,
-            fill=None
-            if "attention_mask" in whole.model_input_names
-            else partial(_encode_and_fill, own, whole.padding_side, whole.pad_token_id or 0),
+        encode: Encode = partial(_encode, own)
+        if MASK not in whole.model_input_names and text.mask and text.max_tokens in _list_table_sizes(module):
+            encode = partial(_encode_and_fill, own, whole.padding_side, whole.pad_token_id or 0)
+        has_limit = hasattr(config, "max_position_embeddings") or text.max_tokens == limit
+        return replace(
+            text,
+            encode=encode,
+            digest=_digest(own.to_str()),
+            truncate=SIDES[whole.truncation_side] if sentence is not None and has_limit else "none",
+            separators=_find_separators(whole) if TYPES in names else None,
         )
+
+
+def _load_tokenizer(library: Any, folder: Path, shown: str, sentence: SentenceFolder | None) -> Any | None:
+    """The library's tokenizer of a directory; None if there is none that can be used, LoadError for a broken one."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    whole = library.AutoTokenizer.from_pretrained(str(folder), **LOCAL)
+    if whole.vocab_size <= len(whole.all_special_tokens) + 1:  # the last may be a mark of spaces
+        detail = f"the tokenizer of {shown} knows {whole.vocab_size} ids, and no word: its vocabulary is missing"
+        files = " or ".join(sorted(whole.vocab_files_names.values()))
+        raise LoadError(detail, hint=f"put {files} into the folder, as save_pretrained wrote it")
+    needs_types = any(whole("a").get(TYPES, ()))  # they are not supported; requests can send ids
+    return None if needs_types or (sentence is not None and not whole.is_fast) else whole
+
+
+def _find_separators(whole: Any) -> tuple[int, int] | None:
+    """A separator's id and its count in a single text, if the tokenizer gives pairs of texts token types."""
+    count = whole("a")["input_ids"].count(whole.sep_token_id)
+    return (whole.sep_token_id, count) if count and any(whole("a", "a").get(TYPES, ())) else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _encode(own: Any, text: str, limit: int, truncate: Truncate) -> tuple[list[int], int]:
@@ -140,7 +183,7 @@ def _list_arguments(module: Any) -> frozenset[str]:
     return frozenset(inspect.signature(module.forward).parameters)
 
 
-def find_modality(module: Any) -> Modality:
+def _find_modality(module: Any) -> Modality:
     """The kind of input that a model's class takes."""
     names, main = _list_arguments(module), module.main_input_name
     if names & FURTHER or hasattr(module.config, "num_frames"):
@@ -154,43 +197,7 @@ def find_modality(module: Any) -> Modality:
     return "other"
 
 
-def make_text_spec(module: Any, tokenizer: Tokenizer | None, sentence: SentenceFolder | None = None) -> TextSpec:
-    """How a model takes text, with or without a tokenizer.
-
-    sentence-transformers truncates texts to the tokenizer's limit or the model's positions. If the tokenizer returns no
-    mask, and its limit is the size of a position table, texts are padded to it, as by SigLIP's processor.
-    """
-    vocabulary = _count_ids(module)
-    config = module.config.get_text_config()
-    pads = (tokenizer.pad if tokenizer else None, getattr(config, "pad_token_id", None))
-    max_tokens = min(_count_positions(module, config), tokenizer.max_tokens if tokenizer else DEFAULT_MAX_TOKENS)
-    named = hasattr(config, "max_position_embeddings") or (tokenizer is not None and max_tokens == tokenizer.max_tokens)
-    tables = (
-        part for name, part in module.named_modules() if name.endswith(("position_embedding", "position_embeddings"))
-    )
-    trained = any(getattr(part, "num_embeddings", 0) == max_tokens for part in tables)
-    encode = tokenizer.encode if tokenizer else None
-    if tokenizer and tokenizer.fill and trained and MASK in _list_arguments(module):
-        encode = tokenizer.fill
-    return TextSpec(
-        ids=IDS,
-        mask=MASK if MASK in _list_arguments(module) else None,
-        max_tokens=max_tokens,
-        pad=next((pad for pad in pads if isinstance(pad, int) and 0 <= pad < vocabulary), 0),
-        vocabulary=vocabulary,
-        encode=encode,
-        is_fast=tokenizer is None or tokenizer.is_fast,
-        digest=tokenizer.digest if tokenizer else "",
-        separators=tokenizer.separators if tokenizer and TYPES in _list_arguments(module) else None,
-        limits=sentence.limits if sentence else {},
-        pads=not any(getattr(part, "rope_type", None) == "longrope" for part in module.modules()),
-        truncate=tokenizer.side if tokenizer and sentence is not None and named else "none",
-        prompts=sentence.prompts if sentence else {},
-        default_prompt=sentence.default_prompt if sentence else "",
-    )
-
-
-def split_towers(module: Any) -> bool:
+def _split_towers(module: Any) -> bool:
     """Whether a model has a text and a picture tower; if so its forward is changed to accept either's inputs alone.
 
     For one tower it returns ``get_text_features`` or ``get_image_features``.
@@ -228,18 +235,10 @@ def _count_positions(module: nn.Module, config: Any) -> int:
     return min(sizes)
 
 
-def make_input_specs(
-    module: Any, text: TextSpec | None, pictures: Preprocessing | str, shown: str
-) -> tuple[InputSpec, ...]:
-    """The inputs of a model that takes texts, pictures, or both; LoadError if its class does not tell."""
-    modality = find_modality(module)
-    if modality == "text" and text is not None:
-        return text.inputs()
-    if modality not in ("pictures", "both"):
-        detail = f"what {type(module).__name__} of {shown} takes can't be told from its class"
-        raise LoadError(detail, hint=INPUTS_HINT)
-    picture = InputSpec(PIXELS, _get_picture_shape(module.config, pictures, shown))
-    return (*(text or make_text_spec(module, None)).inputs(), picture) if modality == "both" else (picture,)
+def _list_table_sizes(module: nn.Module) -> set[object]:
+    """The sizes of a model's tables of positions."""
+    tables = (part for name, part in module.named_modules() if name.endswith(TABLES))
+    return {getattr(part, "num_embeddings", 0) for part in tables}
 
 
 def _get_picture_shape(config: Any, pictures: Preprocessing | str, shown: str) -> tuple[int, ...]:
@@ -280,13 +279,3 @@ def read_preset(library: Any, folder: Path, backend: ImageBackend) -> Preprocess
 def _run_processor(processor: Any, image: Image.Image) -> Tensor:
     rows: Tensor = processor(images=image, return_tensors="pt")[PIXELS]
     return rows[0] if len(rows) == 1 else rows
-
-
-def count_class_tokens(module: nn.Module) -> int:
-    """Class, distillation and register tokens, by the names of their parameters."""
-    counts: dict[str, int] = {}
-    for name, value in module.named_parameters():
-        last = name.rpartition(".")[2]
-        if last in TOKENS:
-            counts.setdefault(last, value.shape[-2] if value.ndim > 1 else 1)
-    return sum(counts.values())

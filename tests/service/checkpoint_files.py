@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import copy
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torchvision.models import get_model
 
@@ -32,42 +30,6 @@ class Written:
     fields: dict[str, Any]
     module: nn.Module
     layers: tuple[str, str]
-
-
-class AttributeDict(dict[str, Any]):
-    """As Lightning keeps hyperparameters: a class that no reader of tensors knows."""
-
-
-def train(module: nn.Module) -> dict[str, Any]:
-    """An optimizer's state after a step: two tensors for each parameter."""
-    trained = copy.deepcopy(module)
-    optimizer = torch.optim.AdamW(trained.parameters())
-    for value in trained.parameters():
-        value.grad = torch.ones_like(value)
-    optimizer.step()
-    return optimizer.state_dict()
-
-
-def before(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with a prefix before their names."""
-    return {prefix + name: value for name, value in state.items()}
-
-
-def lightning(state: Mapping[str, Tensor], **more: Any) -> dict[str, Any]:
-    """A checkpoint as Lightning's Trainer writes it."""
-    return {
-        "epoch": 3,
-        "global_step": 120,
-        "pytorch-lightning_version": "2.5.1",
-        "state_dict": OrderedDict(state),
-        "loops": {"fit_loop": {"state_dict": {}}},
-        "callbacks": {"ModelCheckpoint{'monitor': 'loss'}": {"best_model_score": torch.tensor(0.5)}},
-        "optimizer_states": [{"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": []}],
-        "lr_schedulers": [],
-        "hparams_name": "kwargs",
-        "hyper_parameters": AttributeDict(lr=0.1),
-        **more,
-    }
 
 
 def squeezenet(seed: int = 0) -> Any:

@@ -256,7 +256,7 @@ def test_contradictory_configuration() -> None:
 
 REFUSED = [
     ("torchvision:resnet5", "random:0", "torchvision:resnet50"),
-    ("torchvision:fasterrcnn_resnet50_fpn", "random:0", "detection"),
+    ("torchvision:fasterrcnn_resnet50_fpn", "random:0", "ObjectDetection"),
     ("torchvision:quantized_resnet18", "DEFAULT", "type torchvision:resnet18"),
     ("torchvision:resnet50", "IMAGENET1K_V3", "IMAGENET1K_V2"),
     ("torchvision:resnet50", "no/such/file.pth", "'file.pth'"),

@@ -33,7 +33,7 @@ from tests.loading import load_model
 from tests.marks import slow
 from tests.models.extraction import extract_plan, list_tensors
 from tests.oracle import Key, record, seeded
-from tests.transformers_nets import POSITIONS, TEXT, VOCABULARY, net, pictures, saved, texts, tokenizer
+from tests.transformers_nets import POSITIONS, SEP, TEXT, VOCABULARY, net, pictures, saved, texts, tokenizer
 
 Rows = dict[str, Tensor]
 LENGTH = 8
@@ -344,3 +344,43 @@ def test_weights_of_the_library(folder: Path, form: str) -> None:
     for name, value in theirs.items():
         assert ours[name].dtype == value.dtype
         assert torch.equal(ours[name], value), name
+
+
+SMALL = TEXT | {"num_key_value_heads": 4}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+INDEX = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "first_k_dense_replace": 1}
+MASKED: dict[str, tuple[Callable[[], Any], bool]] = {
+    "plain": (lambda: transformers.LlamaModel(transformers.LlamaConfig(**SMALL)), True),
+    "asks for the name of its attention": (
+        lambda: transformers.DeepseekV32Model(transformers.DeepseekV32Config(**SMALL, **LATENT, **EXPERTS, **INDEX)),
+        True,
+    ),
+    "causal only with a mask": (
+        lambda: transformers.Aimv2TextModel(transformers.Aimv2TextConfig(**TEXT, eos_token_id=SEP)),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_attention_has_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Attention gets a mask even if nothing is padded, unless that changes values, which are the library's."""
+    make, masked = MASKED[kind]
+    net = seeded(make(), 0)
+    net.save_pretrained(tmp_path)
+    plain = type(net).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    module = build.build_model(ModelSpec("m", f"transformers:{tmp_path}", device="cpu")).module
+    usual, masks = torch.nn.functional.scaled_dot_product_attention, set[bool]()
+
+    def attend(*args: Any, **options: Any) -> Tensor:
+        masks.add(options.get("attn_mask") is not None)
+        return usual(*args, **options)
+
+    rows = texts(2, LENGTH, padded=False)
+    with torch.no_grad():
+        expected = plain(**rows).last_hidden_state
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+        found = module(**rows).last_hidden_state
+    assert masks == {masked}
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
