@@ -101,8 +101,14 @@ def create_device_decoder(
     """The decoder for a model's device; None if the CPU decodes; the reason is logged if a decoder was asked for."""
     if spec.decode != "device" or preprocessing is None:
         return None
-    reason = _find_obstacle(preprocessing, device)
-    if isinstance(preprocessing, PreprocessSpec) and not reason:
+    if device.type != "cuda":
+        reason = "there is no GPU"
+    elif isinstance(preprocessing, LibraryProcessor):
+        reason = f"{preprocessing.name} makes the rows"
+    elif not preprocessing.placeable:
+        way = "" if preprocessing.interpolation in FOR_TENSORS else f" by {preprocessing.interpolation}"
+        reason = f"tensors can't be preprocessed as pictures are{way}"
+    else:
         decoder = DeviceDecoder(device, preprocessing)
         if matches_cpu(decoder, preprocessing):
             return decoder
@@ -127,17 +133,6 @@ def matches_cpu(decoder: DeviceDecoder, preprocessing: PreprocessSpec) -> bool:
         if not float(((row.cpu() - expected) * scale).abs().mean()) <= MAX_DIFFERENCE:
             return False
     return True
-
-
-def _find_obstacle(preprocessing: Preprocessing, device: torch.device) -> str:
-    if device.type != "cuda":
-        return "there is no GPU"
-    if isinstance(preprocessing, LibraryProcessor):
-        return f"{preprocessing.name} makes the rows"
-    if preprocessing.placeable:
-        return ""
-    way = "" if preprocessing.interpolation in FOR_TENSORS else f" by {preprocessing.interpolation}"
-    return f"tensors can't be preprocessed as pictures are{way}"
 
 
 def _decode_jpegs(pictures: Sequence[bytes], device: torch.device) -> list[Tensor]:

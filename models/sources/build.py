@@ -15,13 +15,7 @@ from torch import nn
 
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, find_nearest, label_failures, suggest
-from layertap.models.grammar import (
-    SOURCES,
-    WeightsSource,
-    list_architectures,
-    parse_source,
-    parse_weights,
-)
+from layertap.models.grammar import SOURCES, WeightsSource, parse_source, parse_weights
 from layertap.models.inputs.model_inputs import TextSpec
 from layertap.models.inputs.noise import check_examples
 from layertap.models.inputs.preprocess import Preprocessing, compute_output_size
@@ -135,17 +129,6 @@ def refuse_named_weights(weights: WeightsSource, shown: str, hint: str = WEIGHTS
     """LoadError for weights of a name other than DEFAULT."""
     if weights.is_named and weights.label != "DEFAULT":
         raise LoadError(f"{shown} has no weights named {escape(weights.label)}", hint=hint)
-
-
-def list_default_architectures() -> list[str]:
-    """The image classification architectures of torchvision, sorted: the models of the default configuration."""
-    names = list_architectures("torchvision", "*.py")
-    if not names:
-        # Imported here: it takes longer to import than torch, and is rarely needed.
-        from layertap.models.sources import torchvision
-
-        return torchvision.list_classifiers()
-    return sorted(names)
 
 
 @contextmanager

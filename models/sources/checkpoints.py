@@ -91,7 +91,13 @@ def read_checkpoint(path: Path | str, prefix: str = "") -> StateDict:
     Raises LoadError, which names the file without its directory.
     """
     shown = escape(get_base_name(str(path)))
-    return _drop_wrapper_names(_find_state_dict(_read(Path(path), shown), shown, prefix))
+    state = _find_state_dict(_read(Path(path), shown), shown, prefix)
+    if any(COMPILED in name.split(".") for name in state):
+        part = re.compile(rf"\b{COMPILED}\.")
+        state = state.rename(lambda name: part.sub("", name), f"{COMPILED}.")
+    while any("." in name for name in state) and all(name.startswith(PARALLEL) or name in COUNTERS for name in state):
+        state = state.take_prefix(PARALLEL)
+    return state
 
 
 def find_weights(folder: Path) -> Path:
@@ -216,12 +222,13 @@ def _find_state_dict(loaded: object, shown: str, prefix: str = "") -> StateDict:
     path = _find_path(outer, ())
     if path is None:
         raise _make_refusal(outer, shown)
-    for key in path:
-        outer = outer[key]  # type: ignore[index]
-    state = outer if isinstance(outer, StateDict) else StateDict(outer)  # type: ignore[call-overload]
-    state.key = ".".join((*keys, *path))
-    if isinstance(loaded, dict) and state.key:
-        state.unread = tuple(_list_unread(loaded, (*keys, *path)))
+    found: Any = loaded
+    unread = list[str]()
+    for depth, key in enumerate(path := (*keys, *path)):
+        unread += [".".join((*path[:depth], str(other))) for other in found if other != key]
+        found = found[key]
+    state = found if isinstance(found, StateDict) else StateDict(found)
+    state.key, state.unread = ".".join(path), tuple(unread)
     return state.take_prefix(prefix) if prefix else state
 
 
@@ -233,13 +240,6 @@ def _find_path(value: object, path: tuple[str, ...]) -> tuple[str, ...] | None:
     keys = (*PLAIN, *AVERAGED) if SWAPPED in value else (*AVERAGED, *PLAIN)
     paths = (_find_path(value.get(key), (*path, key)) for key in keys)
     return next((each for each in paths if each is not None), None)
-
-
-def _list_unread(loaded: dict[Any, Any], path: tuple[str, ...]) -> Iterator[str]:
-    """The other keys of each dictionary on the path to the one that is read."""
-    for depth, key in enumerate(path):
-        yield from (".".join((*path[:depth], str(other))) for other in loaded if other != key)
-        loaded = loaded[key]
 
 
 def _make_refusal(loaded: object, shown: str) -> LoadError:
@@ -266,16 +266,6 @@ def _describe_conversion(load: str) -> str:
         f"convert it where you trust it, for this runs its code: import torch; module = {load}; "
         "torch.save(module.state_dict(), 'weights.pth')"
     )
-
-
-def _drop_wrapper_names(state: StateDict) -> StateDict:
-    """Remove the prefixes that torch.compile, DistributedDataParallel and averaged models put before names."""
-    if any(COMPILED in name.split(".") for name in state):
-        part = re.compile(rf"\b{COMPILED}\.")
-        state = state.rename(lambda name: part.sub("", name), f"{COMPILED}.")
-    while any("." in name for name in state) and all(name.startswith(PARALLEL) or name in COUNTERS for name in state):
-        state = state.take_prefix(PARALLEL)
-    return state
 
 
 def fit_names(state: StateDict, wanted: Collection[str]) -> StateDict:

@@ -77,15 +77,10 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     )
 
 
-def list_classifiers() -> list[str]:
-    """Architectures for image classification, sorted, without quantised ones."""
-    return [name for name in _list_offered() if _get_preset_name(name) == "ImageClassification"]
-
-
 def _find_kind(ident: str) -> str:
     """The class name of the architecture's preset, which tells the kind of input."""
     if ident not in list_models():
-        raise unknown_name_error("torchvision", ident, _list_offered())
+        raise unknown_name_error("torchvision", ident, filter(_is_offered, list_models()))
     if ident.startswith(QUANTIZED):
         hint = f"type torchvision:{ident.removeprefix(QUANTIZED)}"
         raise LoadError(f"torchvision:{ident} is not offered: it is made for int8 arithmetic", hint=hint)
@@ -95,8 +90,8 @@ def _find_kind(ident: str) -> str:
     return kind
 
 
-def _list_offered() -> list[str]:
-    return [name for name in list_models() if not name.startswith(QUANTIZED) and _get_preset_name(name) in SHAPES]
+def _is_offered(name: str) -> bool:
+    return not name.startswith(QUANTIZED) and _get_preset_name(name) in SHAPES
 
 
 def _get_preset_name(name: str) -> str:

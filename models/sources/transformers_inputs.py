@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import inspect
 import json
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
@@ -47,8 +48,8 @@ def read_inputs(
 
     The forward of such a model is changed to accept either's inputs. LoadError if its class does not tell its inputs.
     """
-    names = _list_arguments(module)
-    modality = _find_modality(module) if spec.inputs is None else "other"
+    names = inspect.signature(module.forward).parameters
+    modality = _find_modality(module, names) if spec.inputs is None else "other"
     two_towers = modality in ("text", "both") and _split_towers(module) and modality == "both"
     text = _read_text_spec(library, module, folder, shown, sentence) if modality == "text" or two_towers else None
     pictures: Preprocessing | str = ""
@@ -81,15 +82,27 @@ def _read_text_spec(
     or the model's positions. If the tokenizer returns no mask, and its limit is the size of a position table, texts are
     padded to it, as by SigLIP's processor.
     """
-    names, config, vocabulary = _list_arguments(module), module.config.get_text_config(), _count_ids(module)
+    names, config = inspect.signature(module.forward).parameters, module.config.get_text_config()
+    try:
+        vocabulary = int(module.get_input_embeddings().num_embeddings)
+    except (AttributeError, NotImplementedError):  # it has two towers, or another kind of table
+        vocabulary = int(getattr(config, "vocab_size", None) or CODE_POINTS)
+    # How many tokens have positions; some tables begin after the padding's index.
+    positions = getattr(config, "max_position_embeddings", None)
+    sizes = [positions if isinstance(positions, int) and positions > 0 else DEFAULT_MAX_TOKENS]
+    tables = [part for name, part in module.named_modules() if name.endswith(TABLES)]
+    padded = [each for each in tables if isinstance(each, nn.Embedding) and each.padding_idx is not None]
+    sizes += [each.num_embeddings - each.padding_idx - 1 for each in padded]
     with wrap_errors(f"the tokenizer of {shown} could not be built"):
         whole = _load_tokenizer(library, folder, shown, sentence) if folder is not None else None
-        limit = int((sentence and sentence.max_tokens) or whole.model_max_length) if whole else DEFAULT_MAX_TOKENS
-        pads = (whole.pad_token_id if whole else None, getattr(config, "pad_token_id", None))
+        limit, pads = DEFAULT_MAX_TOKENS, [getattr(config, "pad_token_id", None)]
+        if whole is not None:
+            limit = (sentence and sentence.max_tokens) or int(whole.model_max_length)
+            pads.insert(0, whole.pad_token_id)
         text = TextSpec(
             ids=IDS,
             mask=MASK if MASK in names else None,
-            max_tokens=min(_count_positions(module, config), limit),
+            max_tokens=min(*sizes, limit),
             pad=next((pad for pad in pads if isinstance(pad, int) and 0 <= pad < vocabulary), 0),
             vocabulary=vocabulary,
             pads=not any(getattr(part, "rope_type", None) == "longrope" for part in module.modules()),
@@ -110,15 +123,18 @@ def _read_text_spec(
         if sentence is not None and sentence.lowercase:
             _lower(own)
         encode: Encode = partial(_encode, own)
-        if MASK not in whole.model_input_names and text.mask and text.max_tokens in _list_table_sizes(module):
+        is_trained = any(getattr(each, "num_embeddings", 0) == text.max_tokens for each in tables)
+        if MASK not in whole.model_input_names and text.mask and is_trained:
             encode = partial(_encode_and_fill, own, whole.padding_side, whole.pad_token_id or 0)
+        single = whole("a")["input_ids"].count(whole.sep_token_id)
+        has_pairs = single and TYPES in names and any(whole("a", "a").get(TYPES, ()))
         has_limit = hasattr(config, "max_position_embeddings") or text.max_tokens == limit
         return replace(
             text,
             encode=encode,
             digest=_digest(own.to_str()),
             truncate=SIDES[whole.truncation_side] if sentence is not None and has_limit else "none",
-            separators=_find_separators(whole) if TYPES in names else None,
+            separators=(whole.sep_token_id, single) if has_pairs else None,
         )
 
 
@@ -133,12 +149,6 @@ def _load_tokenizer(library: Any, folder: Path, shown: str, sentence: SentenceFo
         raise LoadError(detail, hint=f"put {files} into the folder, as save_pretrained wrote it")
     needs_types = any(whole("a").get(TYPES, ()))  # they are not supported; requests can send ids
     return None if needs_types or (sentence is not None and not whole.is_fast) else whole
-
-
-def _find_separators(whole: Any) -> tuple[int, int] | None:
-    """A separator's id and its count in a single text, if the tokenizer gives pairs of texts token types."""
-    count = whole("a")["input_ids"].count(whole.sep_token_id)
-    return (whole.sep_token_id, count) if count and any(whole("a", "a").get(TYPES, ())) else None
 
 
 def _digest(text: str) -> str:
@@ -179,16 +189,11 @@ def _lower(tokenizer: Any) -> None:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
 
 
-def _list_arguments(module: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(module.forward).parameters)
-
-
-def _find_modality(module: Any) -> Modality:
-    """The kind of input that a model's class takes."""
-    names, main = _list_arguments(module), module.main_input_name
-    if names & FURTHER or hasattr(module.config, "num_frames"):
+def _find_modality(module: Any, names: Container[str]) -> Modality:
+    """The kind of input that a model's class takes, whose forward has parameters of these ``names``."""
+    if any(name in names for name in FURTHER) or hasattr(module.config, "num_frames"):
         return "other"
-    pixels = PIXELS in names and PATCH_SHAPES not in names
+    main, pixels = module.main_input_name, PIXELS in names and PATCH_SHAPES not in names
     pictures = pixels and (main == PIXELS or hasattr(module.config, "vision_config"))
     if main == IDS and IDS in names:
         return "both" if pictures else "text"
@@ -216,29 +221,6 @@ def _split_towers(module: Any) -> bool:
 
     module.__class__ = type(whole.__name__, (whole,), {"forward": forward, "__module__": whole.__module__})
     return True
-
-
-def _count_ids(module: Any) -> int:
-    try:
-        return int(module.get_input_embeddings().num_embeddings)
-    except (AttributeError, NotImplementedError):  # it has two towers, or another kind of table
-        return int(getattr(module.config.get_text_config(), "vocab_size", None) or CODE_POINTS)
-
-
-def _count_positions(module: nn.Module, config: Any) -> int:
-    """How many tokens have positions: some tables begin after the padding's index."""
-    size = getattr(config, "max_position_embeddings", None)
-    sizes = [size] if isinstance(size, int) and size > 0 else [DEFAULT_MAX_TOKENS]
-    for name, part in module.named_modules():
-        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding) and part.padding_idx is not None:
-            sizes.append(part.num_embeddings - part.padding_idx - 1)
-    return min(sizes)
-
-
-def _list_table_sizes(module: nn.Module) -> set[object]:
-    """The sizes of a model's tables of positions."""
-    tables = (part for name, part in module.named_modules() if name.endswith(TABLES))
-    return {getattr(part, "num_embeddings", 0) for part in tables}
 
 
 def _get_picture_shape(config: Any, pictures: Preprocessing | str, shown: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from layertap.models.check import find_mistakes
 from layertap.models.errors import Fault, RequestError
-from layertap.models.grammar import SOURCES, is_checkpoint
+from layertap.models.grammar import SOURCES, is_checkpoint, list_architectures
 from layertap.models.spec import FOR_TENSORS, ModelSpec, PreprocessSpec
 from layertap.service.config.allowed import Allowed
 from layertap.service.config.file import Mistake, read_document, read_file
@@ -67,9 +67,9 @@ def parse_entry(data: object, folder: Path) -> ModelSpec:
 def make_default_configuration() -> Configuration:
     """Without a file: the embedded ``digits``, and torchvision's classifiers, loaded when first asked for."""
     from layertap.models.digits import spec
-    from layertap.models.sources.build import list_default_architectures
 
-    lazy = (ModelSpec(name=arch, source=f"torchvision:{arch}", load="lazy") for arch in list_default_architectures())
+    names = sorted(list_architectures("torchvision", "*.py"))
+    lazy = (ModelSpec(name=name, source=f"torchvision:{name}", load="lazy") for name in names)
     return Configuration((spec(), *lazy), "digits")
 
 
