@@ -14,8 +14,8 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Container, Iterable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import nn
@@ -24,17 +24,13 @@ from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import UNPROVEN, UNREPEATABLE
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.plan.plan import ResolvedIntervention, ResolvedObjective
-from layertap.models.plan.poolings import POOLINGS
 from layertap.models.plan.requested import Reduction, TensorData
 from layertap.models.points import Point
 from layertap.models.spec import Decode, InputSpec, Preprocessed, Tower
 
-RECIPE = 1  # raise it when the meaning of a pooling or a preprocessing step changes
-DECODE_RECIPES = {"fast": "fast 2"}  # of decoders whose pixels have changed since an earlier version
-SURVEYED = frozenset({"values", "longest", "long_axis", "example"})
-KNOWN_HERE = ("info", "source", "is_view")  # fields of a change that come from a catalog or another input
-# Request options that earlier versions did not have: if None, fingerprints stay what they were.
-OMITTED_IF_NONE = frozenset({"reduction", "outputs", "edges", "each", "metric", "row", "project", "layout"})
+RECIPE = 1  # raise it when the meaning of a pooling, a preprocessing step or a decoder changes
+SURVEYED = frozenset({"values", "longest", "long_axis", "example"})  # fields of an input that say what a survey sends
+FOUND = frozenset({"info", "source", "is_view"})  # fields of a change that come from a catalog or another input
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -49,7 +45,7 @@ def digest_architecture(module: nn.Module, source: str, settings: str = "") -> s
         (name, type(part).__qualname__, _ADDRESS.sub("", part.extra_repr()), _list_settings(part))
         for name, part in module.named_modules(remove_duplicate=False)
     ]
-    return _digest([source, tree, *([settings] if settings else [])])
+    return _digest([source, tree, settings])
 
 
 def digest_named_architecture(source: str, settings: str = "") -> str:
@@ -75,8 +71,11 @@ def digest_model(
     ``decode`` counts if it changes numbers.
     ``precision`` is its dtype, or ``tf32`` if a GPU may use fewer bits than float32 has.
     """
-    row = _describe_picture(preprocess, decode) if preprocess else [_describe_input(spec) for spec in inputs]
-    return _digest([RECIPE, weights, structure, precision, row, *([tokenizer] if tokenizer else [])])
+    if preprocess is not None:
+        row: object = preprocess.describe(), decode if preprocess.changes_pixels(decode) else "exact"
+    else:
+        row = [_to_plain_data(spec, SURVEYED) for spec in inputs]
+    return _digest([RECIPE, weights, structure, precision, row, tokenizer])
 
 
 def digest_rows(
@@ -97,28 +96,18 @@ def digest_prompt(model: str, prompt: str) -> str:
 
 
 def digest_result(
-    model: str,
-    point: Point,
-    reduction: Reduction,
-    changes: str | None = None,
-    *,
-    of_text: bool = False,
-    layout: Mapping[str, Any] | None = None,
+    model: str, point: Point, reduction: Reduction, changes: str | None = None, layout: str | None = None
 ) -> str:
     """The fingerprint of one result, from the model's part and, if any, the part of the changes it depends on.
 
-    ``of_text``: its tensor has tokens of a text: pools that leave out class tokens once left out its first token too.
-    ``layout``: what ``describe_layout`` says of its tensor.
+    ``layout``: what ``get_given_layout`` says of its tensor.
     """
-    pooling = POOLINGS[reduction.pool]
-    all_tokens = of_text and pooling.combines and pooling.skips_prefix
-    parts: list[object] = [changes, {"pooled": "all tokens"} if all_tokens else None, layout]
-    return _digest([model, _to_plain_data(point), _to_plain_data(reduction), *filter(None, parts)], model)
+    return _digest([model, _to_plain_data(point), _to_plain_data(reduction), changes, layout], model)
 
 
-def describe_layout(info: TensorInfo) -> dict[str, Any]:
-    """The layout that a request gave a tensor, if it is not the one that was found."""
-    return {"layout": info.layout} if info.layout_given else {}
+def get_given_layout(info: TensorInfo) -> str | None:
+    """The layout that a request gave a tensor; None if it is the one that was found."""
+    return info.layout if info.layout_given else None
 
 
 def digest_explanation(method: str, results: Iterable[str]) -> str:
@@ -130,13 +119,10 @@ def digest_explanation(method: str, results: Iterable[str]) -> str:
 def digest_changes(changes: Iterable[ResolvedIntervention | ResolvedObjective], start: str = "") -> str | None:
     """The part of a fingerprint for interventions, an objective and a layer to resume from; None if there are none.
 
-    Fields from the catalog are left out: they depend on the input's shape, and fingerprints do not. Whether a tensor
-    has tokens is included: earlier versions changed and counted padding like other tokens.
+    Fields from the catalog are left out: they depend on the input's shape, and fingerprints do not.
     """
-    parts: list[object] = [_describe_change(each) for each in changes]
-    if start:
-        parts.append({"resume": start})
-    return _digest(parts) if parts else None
+    parts = [_describe_change(each) for each in changes]
+    return _digest([parts, start]) if parts or start else None
 
 
 def digest_sources(result: str, changes: Iterable[str]) -> str:
@@ -177,40 +163,23 @@ def get_proven_part(identity: str) -> str:
 
 def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[str, Any]:
     """A change without its catalog fields and the index of the input that it takes a tensor from."""
-    described = {name: value for name, value in _to_plain_data(change).items() if name not in KNOWN_HERE}
+    described = _to_plain_data(change, FOUND) | {"layout": get_given_layout(change.info)}
     if isinstance(change, ResolvedIntervention) and change.source is not None:
-        operation = {name: value for name, value in described["operation"].items() if name != "source"}
-        described |= {"operation": operation, "source": _to_plain_data(change.source.point)}
-    return described | ({"tokens": "own"} if change.info.token_axes else {}) | describe_layout(change.info)
+        described["operation"] = _to_plain_data(change.operation, FOUND)
+        described["source"] = _to_plain_data(change.source.point)
+    return described
 
 
-def _describe_picture(how: Preprocessing, decode: Decode) -> dict[str, Any]:
-    """How a picture becomes a row; exact decoding, the default, is left out."""
-    return how.describe() | ({"decode": DECODE_RECIPES.get(decode, decode)} if how.changes_pixels(decode) else {})
-
-
-def _describe_input(spec: InputSpec) -> dict[str, Any]:
-    """An input without the fields that only say which other values are accepted, or what a survey sends."""
-    return {name: value for name, value in asdict(spec).items() if name not in SURVEYED}
-
-
-def _to_plain_data(value: Any) -> dict[str, Any]:
-    """A dataclass as plain data."""
-    entries = {field.name: getattr(value, field.name) for field in fields(value)}
-    entries = {name: entry for name, entry in entries.items() if entry is not None or name not in OMITTED_IF_NONE}
-    if isinstance(value, Point):  # in the format of versions that could only capture functions
-        function = entries.pop("function")
-        if function and value.site in ("output", "input"):
-            entries |= {"path": (*function.rsplit("#", 1), value.site, *value.path), "site": "function"}
-        elif function:
-            entries |= {"path": (*function.rsplit("#", 1), *value.path), "site": f"function:{value.site}"}
-    return {name: _to_plain_entry(entry) for name, entry in entries.items()}
+def _to_plain_data(value: Any, left_out: Container[str] = ()) -> dict[str, Any]:
+    """A dataclass as plain data, without fields that are None: an option that is not used counts nowhere."""
+    entries = {each.name: getattr(value, each.name) for each in fields(value) if each.name not in left_out}
+    return {name: _to_plain_entry(entry) for name, entry in entries.items() if entry is not None}
 
 
 def _to_plain_entry(entry: Any) -> Any:
     if isinstance(entry, TensorData):
         return {"shape": entry.shape, "data": entry.digest}
-    if isinstance(entry, tuple) and is_dataclass(next(iter(entry), None)):
+    if isinstance(entry, tuple):
         return [_to_plain_entry(each) for each in entry]
     return _to_plain_data(entry) if is_dataclass(entry) else entry
 

@@ -299,10 +299,8 @@ def _make_plan(
 
     def digest(capture: Capture) -> str:
         depends_on = of_gradients if capture.point.site in GRADIENTS else changes
-        of_text, layout = bool(capture.info.token_axes), fingerprint.describe_layout(capture.info)
-        return fingerprint.digest_result(
-            identity, capture.point, capture.reduction, depends_on, of_text=of_text, layout=layout
-        )
+        layout = fingerprint.get_given_layout(capture.info)
+        return fingerprint.digest_result(identity, capture.point, capture.reduction, depends_on, layout)
 
     return plan, {result.key: digest(result.capture) for result in plan.results}
 
