@@ -1,20 +1,4 @@
-"""What can go wrong below HTTP; importable without torch.
-
-LayertapError
-├── UnknownModelError      no model of that name is configured
-├── LoadError              an architecture or its weights can't be loaded
-│   └── AbsentError        a file, library or device that an entry needs is missing or unusable
-├── RequestError           the request can't be served; carries a Fault for each reason
-│   ├── SelectorError      a selector's text or its options make no sense
-│   ├── UnknownLayerError  no layer of that name, or no such call, path or site of it
-│   └── InputError         an input does not fit the model
-│       └── OtherCallsError  its forward makes other calls than the catalog's
-├── TooLargeError          a figure over its limit
-│   └── OutOfMemoryError   the device has no memory for a batch
-└── LayerNotReachedError   the forward ended before a point that its catalog promised
-
-Beside the tree is HookError, for bugs in hooks.
-"""
+"""What can go wrong below HTTP: all are LayertapErrors but HookError, for bugs in hooks. Importable without torch."""
 
 from __future__ import annotations
 
@@ -28,22 +12,8 @@ from sysconfig import get_path
 from traceback import FrameSummary, extract_tb
 from typing import Any, Literal, Self
 
-Failure = Literal[
-    "",
-    "source",
-    "code",
-    "weights",
-    "device",
-    "forward",
-    "embedding",
-    "labels",
-    "warm",
-    "lost",
-    "killed",
-    "memory",
-    "other",
-]
-
+OfEntry = Literal["source", "code", "weights", "device", "forward", "embedding", "labels", "warm"]
+Failure = Literal["", "lost", "killed", "memory", "other", OfEntry]
 MAX_SHOWN_NAMES = 3
 MAX_COMPARED = 200  # characters: comparison time grows with their square
 MAX_TEXT = 1000  # characters of an error's text that are kept in a note

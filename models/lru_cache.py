@@ -20,7 +20,7 @@ class LRUCache(Generic[K, V]):
     def __init__(self, max_size: int) -> None:
         self._max_size = max_size
         self._values: OrderedDict[K, V] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def get(self, key: K) -> V | None:
         """The value of a key, which now counts as used; None if there is none."""
@@ -32,26 +32,21 @@ class LRUCache(Generic[K, V]):
     def put(self, key: K, value: V) -> None:
         """Keep a value; if there are too many, drop the least recently used one."""
         with self._lock:
-            self._put(key, value)
+            self._values[key] = value
+            self._values.move_to_end(key)
+            if len(self._values) > self._max_size:
+                self._values.popitem(last=False)
 
     def get_or_create(self, key: K, create: Callable[[], V]) -> V:
         """The value of a key, created and kept if missing; ``create`` must be quick: other threads wait for it."""
         with self._lock:
-            return self._put(key, self._values[key] if key in self._values else create())
+            if key in self._values:
+                self._values.move_to_end(key)
+            else:
+                self.put(key, create())
+            return self._values[key]
 
     def clear(self) -> None:
         """Drop all values."""
         with self._lock:
             self._values.clear()
-
-    def values(self) -> list[V]:
-        """All values, the one used most recently last."""
-        with self._lock:
-            return list(self._values.values())
-
-    def _put(self, key: K, value: V) -> V:
-        self._values[key] = value
-        self._values.move_to_end(key)
-        if len(self._values) > self._max_size:
-            self._values.popitem(last=False)
-        return value

@@ -119,15 +119,8 @@ def measure_available_bytes(device: torch.device) -> int:
     """Bytes that are free now: on a GPU, or on this machine within the limit of this process's cgroup."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = [*_read_machine(), *_read_cgroup()]
-    return min(free, default=2**32)
-
-
-def _read_machine() -> Iterator[int]:
-    for line in _read_lines(Path("/proc/meminfo")):
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            yield int(rest.split()[0]) * 1024
+    machine = _find_number(Path("/proc/meminfo"), "MemAvailable:", -1) * 1024
+    return min(filter(lambda free: free >= 0, (machine, *_read_cgroup())), default=2**32)
 
 
 def _read_cgroup() -> Iterator[int]:
