@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.devices import devices, memory
-from layertap.models.devices.devices import DTYPES, TOLERANCE, count_cores, describe_speed, dtype_name, use_threads
+from layertap.models.devices.devices import DTYPES, TOLERANCE, count_cores, dtype_name, use_threads
 from layertap.models.devices.turns import build_beside, take_turn
 from layertap.models.errors import (
     InputError,
@@ -37,19 +38,18 @@ from layertap.models.plan.embedding import ModelEmbedding, choose_embedding, fin
 from layertap.models.plan.planner import count_classes
 from layertap.models.plan.projections import read_projection
 from layertap.models.run import fingerprint
-from layertap.models.run.costs import locate_history
 from layertap.models.run.loaded_model import LoadedModel
-from layertap.models.run.model_catalogs import CatalogCache, ModelCatalogs, survey_configured
+from layertap.models.run.model_catalogs import survey_configured, survey_shape, survey_towers
+from layertap.models.run.model_info import CatalogCache
 from layertap.models.run.reachable import digest_reachable
 from layertap.models.run.replica import (
     KeptForward,
     Replica,
     copy_module,
-    create_replica,
     has_same_calls,
     takes_by_position,
 )
-from layertap.models.run.row_check import read_note
+from layertap.models.run.row_check import CrossingRows, read_note
 from layertap.models.sources import build
 from layertap.models.sources.embeddings import Choice, find_known_embeddings
 from layertap.models.sources.state_dict import digest_weights
@@ -64,7 +64,7 @@ CASTS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "bfloat16": nn.Module.bfloat16,
     "float64": nn.Module.double,
 }
-RunSurvey = Callable[[Callable[[], Any]], Any]
+RunForwards = Callable[[Callable[[], Any]], Any]  # calls a function that runs forwards, here or in a fork
 TakeTurn = Callable[[], AbstractContextManager[None]]
 
 
@@ -73,15 +73,15 @@ def load_model(
     replicas: int = 1,
     threads: int | None = None,
     streams: int = 1,
-    costs_folder: Path | None = None,
-    run_survey: RunSurvey | None = None,
+    notes: Path | None = None,
+    run_survey: RunForwards | None = None,
     take_turn: TakeTurn = take_turn,
 ) -> LoadedModel:
     """Build a model, place it on its device and survey it; LoadError if that can't be done.
 
     On a CPU it gets ``replicas``, or one if its module can't be copied, and surveys use ``threads``, by default all
-    cores. On a GPU it gets a replica for each of ``streams``. Measured times of forwards are kept in ``costs_folder``
-    from load to load. ``run_survey`` calls a function in a fork of this process; so that it can fork again, operations
+    cores. On a GPU it gets a replica for each of ``streams``. ``notes``: the folder in which servers note which models'
+    rows cross. ``run_survey`` calls a function in a fork of this process; so that it can fork again, operations
     in this process use a single thread. Measurements wait for ``take_turn``.
     """
     threads = count_cores() if threads is None else threads
@@ -93,13 +93,12 @@ def load_model(
         built = build.build_model(spec)
         spec, casts, warnings = _choose_dtype(built, spec)
         digest, identity = identify_model(built, spec)
-        tree = fingerprint.digest_architecture(built.module, built.architecture, built.settings)
         module = _place_module(built.module, spec, device)
         with label_failures("forward"):
             takes_by_position(module, tuple(dict.fromkeys(each.name.partition(".")[0] for each in built.inputs)))
     if device.type == "cuda" and spec.dtype == "float32":
         devices.allow_tf32(spec.tf32)
-    decoder = create_device_decoder(spec, built.preprocess, device)
+    forward, run = KeptForward(module), run_survey or call
     inputs = ModelInputs(
         spec.name,
         built.inputs,
@@ -107,36 +106,33 @@ def load_model(
         built.preprocess,
         built.text,
         spec.decode,
-        decoder,
+        create_device_decoder(spec, built.preprocess, device),
         built.no_pictures,
         built.two_towers,
         takes_plain=spec.preprocess == "none",
     )
-    shapes = [spec.shape for spec in built.inputs]
-    figures = (tree, spec.precision, spec.memory_format, shapes, threads, torch.__version__, describe_speed(device))
-    history = locate_history(costs_folder, *figures) if costs_folder else None
-    tolerance = TOLERANCE[spec.precision]
-    forward = KeptForward(module)
-    survey = partial(survey_configured, forward, inputs, device, built.prefix_tokens, threads, history, tolerance)
-    run = run_survey or (lambda survey: survey())
     with take_turn(), _refuse_unfit_inputs():
-        crossing = read_note(costs_folder, identity)
-        outputs = spec.outputs or built.outputs
-        configured = _apply_configuration(run(survey), spec, outputs, crosses_rows=crossing is not None)
-        inputs = inputs.with_padding(configured.traits.pads, configured.traits.left_padding)
-        create = partial(ModelCatalogs, forward, device=device, prefix_tokens=built.prefix_tokens, threads=threads)
-        catalogs = create(inputs, configured=configured, crossing=crossing)
-        try:
-            if inputs.towers:
-                catalogs.towers = run(catalogs.survey_towers)
-        except InputError as error:
-            inputs = replace(inputs.towers[-1], no_pictures=f"one of its towers does not run alone: {error.detail}")
-            catalogs = create(inputs, configured=configured, crossing=crossing)
-        given = EmbeddingSpec(spec.embedding) if isinstance(spec.embedding, str) else spec.embedding
-        if given is not None and "/" in given.layer:  # it may be what a function returns
-            catalog = run(partial(catalogs.survey, inputs.shapes, functions=True))
-            catalogs.put_catalog(inputs.shapes, catalog)
-        make_row = partial(make_noise_row, inputs.specs, device, inputs.dtype)
+        tolerance, crossing = TOLERANCE[spec.precision], read_note(notes, identity)
+        found = run(partial(survey_configured, forward, inputs, device, built.prefix_tokens, threads, tolerance))
+        configured = _apply_configuration(found, spec, spec.outputs or built.outputs, crossing)
+        model = LoadedModel(
+            spec=spec,
+            replicas=(Replica(forward),),
+            device=device,
+            model_inputs=inputs.with_padding(configured.traits.pads, configured.traits.left_padding),
+            prefix_tokens=built.prefix_tokens,
+            weights=built.weights,
+            digest=digest,
+            identity=identity,
+            threads=threads,
+            catalogs=CatalogCache(configured, inputs.shapes, crossing=crossing),
+            report=built.report,
+            projections=projections,
+            casts=casts,
+            load_warnings=(*warnings, *_check_row_axes(module, configured)),
+        )
+        model = _survey_further(model, run)
+        make_row = partial(make_noise_row, model.inputs, device, model.dtype)
         if run_survey is not None:
             # The survey ran in a fork: run a forward here too, which may create parameters, or hooks on submodules.
             # On one thread: a process that is forked after multi-threaded operations can use only one thread.
@@ -147,27 +143,28 @@ def load_model(
         row = next(iter(make_row().values()))
         choices, classifier = (built.embeddings, False) if built.embeddings else find_known_embeddings(module, row)
         forward.restore(thorough=True)
-    embedding = _find_embedding(given, choices, classifier or spec.labels is not None, catalogs)
-    labels = choose_labels(spec.labels, built.labels, count_classes(catalogs.configured))
-    return LoadedModel(
-        spec=spec,
-        replicas=_create_replicas(forward, inputs, device, replicas if device.type == "cpu" else streams),
-        device=device,
-        model_inputs=inputs,
-        prefix_tokens=built.prefix_tokens,
-        weights=built.weights,
-        digest=digest,
-        identity=identity,
-        threads=threads,
-        catalogs=catalogs,
-        model_embedding=embedding,
-        report=built.report,
-        labels=labels,
+    return replace(
+        model,
         memory_bytes=memory.count_module_bytes(module),
-        projections=projections,
-        casts=casts,
-        load_warnings=(*warnings, *_check_row_axes(module, configured)),
+        model_embedding=_find_embedding(model, choices, classifier),
+        labels=choose_labels(spec.labels, built.labels, count_classes(model.catalog)),
+        replicas=_create_replicas(model, replicas if device.type == "cpu" else streams),
     )
+
+
+def _survey_further(model: LoadedModel, run: RunForwards) -> LoadedModel:
+    """Survey each of two towers, or serve both together only; and functions, if the embedding is what one returns."""
+    inputs, catalogs = model.model_inputs, model.catalogs
+    if inputs.towers:
+        try:
+            catalogs.towers = run(partial(survey_towers, model))
+        except InputError as error:
+            inputs = replace(inputs.towers[-1], no_pictures=f"one of its towers does not run alone: {error.detail}")
+            catalogs = CatalogCache(model.catalog, inputs.shapes, crossing=catalogs.crossing)
+            model = replace(model, model_inputs=inputs, catalogs=catalogs)
+    if "/" in (model.spec.embedding_layer or ""):
+        catalogs.put_catalog(inputs.shapes, run(partial(survey_shape, model, inputs.shapes, functions=True)))
+    return model
 
 
 def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str]:
@@ -240,30 +237,32 @@ def _refuse_unfit_inputs() -> Iterator[None]:
 
 
 @label_failures("embedding")
-def _find_embedding(
-    given: EmbeddingSpec | None, choices: Sequence[Choice], classifier: bool, catalogs: CatalogCache
-) -> ModelEmbedding | None:
+def _find_embedding(model: LoadedModel, choices: Sequence[Choice], classifier: bool) -> ModelEmbedding | None:
     """The configured embedding, which must be usable, else the one known of the class; None if there is none.
 
     For two towers: the output of the first, which the second has too.
     """
-    if given is None:
-        catalog = next(iter(catalogs.towers.values()), catalogs.configured)
-        return choose_embedding(choices, classifier, catalog)
+    spec = model.spec
+    if spec.embedding is None:
+        catalog = next(iter(model.catalogs.towers.values()), model.catalog)
+        return choose_embedding(choices, classifier or spec.labels is not None, catalog)
+    given = EmbeddingSpec(spec.embedding) if isinstance(spec.embedding, str) else spec.embedding
     try:
-        return find_choice((given, CONFIGURED, False), catalogs.configured)
+        return find_choice((given, CONFIGURED, False), model.catalog)
     except RequestError as error:
         raise LoadError(f"embedding: {error.detail}", hint=error.hint) from error
 
 
-def _apply_configuration(catalog: Catalog, spec: ModelSpec, outputs: Outputs | None, *, crosses_rows: bool) -> Catalog:
-    """The catalog with the ``outputs`` that are known, and with crossing rows if ``mode`` may cause them."""
+def _apply_configuration(
+    catalog: Catalog, spec: ModelSpec, outputs: Outputs | None, crossing: CrossingRows | None
+) -> Catalog:
+    """The catalog with the ``outputs`` that are known; rows cross if a server noted so, or if they may by ``mode``."""
     traits = catalog.traits
     if outputs is not None:
         traits = replace(traits, outputs=tuple((info.path, outputs) for info in catalog.outputs))
     if spec.mode == "train":
         traits = replace(traits, deterministic=False)
-    crosses_rows = crosses_rows or catalog.crosses_rows or not traits.deterministic
+    crosses_rows = crossing is not None or catalog.crosses_rows or not traits.deterministic
     return replace(catalog, traits=traits, crosses_rows=crosses_rows)
 
 
@@ -286,20 +285,14 @@ def _check_row_axes(module: nn.Module, catalog: Catalog) -> tuple[str, ...]:
     return (f"{text}: set its batch_first, or move the axis before it",)
 
 
-def _create_replicas(
-    forward: KeptForward, inputs: ModelInputs, device: torch.device, count: int
-) -> tuple[Replica, ...]:
-    """The wanted number of replicas, or one if a copy's forward does not make the same calls as the original's.
-
-    Call it after the survey: a model may register its own hooks when it first runs, and these are counted.
-    """
-    replicas = [create_replica(forward)]
-    if count > 1:
-        rows = make_noise(inputs.specs, device, inputs.dtype)
+def _create_replicas(model: LoadedModel, count: int) -> tuple[Replica, ...]:
+    """The wanted number of replicas, or one if a copy's forward does not make the same calls as the original's."""
+    forward, replicas = model.forward, [Replica(model.forward)]
+    rows = make_noise(model.inputs, model.device, model.dtype) if count > 1 else {}
     while len(replicas) < count:
         module = copy_module(forward.module)
         copy = KeptForward(module, forward) if module is not None else None
         if copy is None or not has_same_calls(forward, copy, rows):
             return (replicas[0],)
-        replicas.append(create_replica(copy))
+        replicas.append(Replica(copy))
     return tuple(replicas)

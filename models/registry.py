@@ -1,4 +1,4 @@
-"""The configured models and their states: loaded once, found by name, unloaded."""
+"""The configured models and their states, found by name."""
 
 from __future__ import annotations
 
@@ -23,19 +23,15 @@ EVERY_MODEL = "GET /models, or `layertap check`, lists every model"
 
 @dataclass
 class ModelEntry:
-    """One configured model; ``reason`` and ``kind`` say why it failed, ``model`` is set when it is ready.
-
-    ``memory_bytes`` is the memory that it used when last loaded; before that an estimate, 0 if there is none.
-    ``replacement`` is its next version while that loads, and after it has failed to load.
-    """
+    """One configured model."""
 
     spec: ModelSpec
     state: State = "available"
-    reason: str = ""
+    reason: str = ""  # why it failed
     kind: Failure = ""
-    model: ModelInfo | None = None
-    memory_bytes: int = 0
-    replacement: ModelEntry | None = None
+    model: ModelInfo | None = None  # set when it is ready
+    memory_bytes: int = 0  # that it used when last loaded; before that an estimate, 0 if there is none
+    replacement: ModelEntry | None = None  # its next version while that loads, and after it has failed to load
 
     def make_next(self, spec: ModelSpec) -> ModelEntry:
         """The entry of its next version, with this memory estimate if this one is loaded or has its architecture."""
@@ -60,23 +56,23 @@ def load_ready_model(
     replicas: int = 1,
     threads: int | None = None,
     streams: int = 1,
+    notes: Path | None = None,
     plans: Path | None = None,
-    costs: Path | None = None,
+    *,
+    compiles: bool = False,
 ) -> LoadedModel:
-    """A model in this process, ready to run; ``replicas``, ``threads`` and ``streams`` are those of ``load_model``.
+    """A model in this process, ready to run; LoadError. The first arguments are those of ``load_model``.
 
-    ``plans``: the folder for graphs of warm plans, which run with hooks without it; ``costs``: for measured times.
-    LoadError if it can't be loaded.
+    ``plans``: the folder for graphs of warm plans, which run with hooks without it; ``compiles``: compile missing ones.
     """
-    model = load_model(spec, replicas, threads, streams, costs)
-    return prepare_warm_plans(model, plans) if plans and spec.warm else model
+    model = load_model(spec, replicas, threads, streams, notes)
+    return prepare_warm_plans(model, plans, compiles=compiles) if plans and spec.warm else model
 
 
 class Registry:
     """All configured models by name, loaded by ``load``; ``aliases`` are further names of some.
 
-    A model is loaded by the thread that owns it, and unloaded when that thread has ended. Only one thread adds and
-    removes entries; any thread may read.
+    Only one thread adds and removes entries; any thread may call the other methods.
     """
 
     def __init__(
@@ -117,21 +113,8 @@ class Registry:
         """Forget an entry."""
         self._entries = {each: entry for each, entry in self._entries.items() if each != name}
 
-    def load(self, name: str) -> ModelInfo:
-        """Load a model that is not loaded yet; LoadError, kept as the entry's reason, where it can't be."""
-        entry = self.get_entry(name)
-        if entry.model is not None:
-            return entry.model
-        try:
-            model = self.load_model(entry.spec)
-        except LoadError as error:
-            entry.fail(f"{error.detail}; {error.hint}" if error.hint else error.detail, error.kind or "other")
-            raise
-        entry.recover(model)
-        return model
-
     def load_model(self, spec: ModelSpec) -> ModelInfo:
-        """A model, loaded; LoadError. No entry knows of it."""
+        """Load a model, whose entry is not changed; LoadError if it can't be loaded."""
         try:
             return self._load(spec)
         except LoadError:
@@ -140,7 +123,3 @@ class Registry:
             if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():  # Ctrl+C in a terminal
                 raise
             raise make_load_error(error) from error
-
-    def unload(self, name: str) -> None:
-        """Forget a loaded model; it can be loaded again."""
-        self.get_entry(name).unload()

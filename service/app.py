@@ -126,15 +126,17 @@ def create_engine(
     fetcher: Fetcher | None = None,
     *,
     warm: bool = True,
+    compiles: bool = False,
 ) -> Engine:
     """The engine for a configuration: the given one, the one in the settings' file, or the embedded one.
 
-    ``fetcher`` is one for the same settings; without ``warm`` all models run with hooks.
+    ``fetcher`` is one for the same settings; without ``warm`` all models run with hooks; ``compiles``: warm plans are
+    compiled.
     """
     configuration = configuration or load_configuration(settings)
     python.add_search_folders((*([configuration.folder] if configuration.folder else []), Path.cwd()))
     server_metrics = Metrics()
-    load = partial(loading.load, settings=settings, metrics=server_metrics, warm=warm)
+    load = partial(loading.load, settings=settings, metrics=server_metrics, warm=warm, compiles=compiles)
     registry = Registry(configuration.models, load, configuration.aliases)
     create_executor = partial(loading.create_executor, settings=settings, metrics=server_metrics)
     manager = ModelManager(registry, configuration.default, settings, server_metrics, create_executor)

@@ -100,7 +100,6 @@ SENTENCES: dict[tuple[str, str], Callable[[Mapping[str, object]], str]] = {
     ("layertap.access", REQUEST): format_request,
     ("layertap.access", SLOW_REQUEST): lambda fields: f"slow: {format_request(fields)}",
     ("layertap", "a model is loaded"): "{model} is ready on {device} after {seconds} s".format_map,
-    ("layertap", "compiling"): "{model}: compiling graph {graph} of {graphs}, {seconds} s so far".format_map,
     ("layertap", "draining"): "serving for {seconds:g} s more; /readyz says 503; once more to stop now".format_map,
 }
 

@@ -358,6 +358,11 @@ class Settings(BaseSettings):
         except RuntimeError:
             raise ValueError(f"nobody here has the home that {_describe_path(value)} begins with") from None
 
+    @property
+    def notes_dir(self) -> Path:
+        """The folder of notes on models whose rows were found to cross."""
+        return self.cache_dir / "crossing"
+
     @cached_property
     def reply_limits(self) -> ReplyLimits:
         """The limits of a reply."""

@@ -12,8 +12,15 @@ from torch import Tensor
 from torch.export import ExportedProgram, export
 
 from bench.graphs.variants import Variant
-from layertap.models.compiled.compile import OPTIONS, compile_graph, compute_key, export_graph, open_folder, open_graph
-from layertap.models.compiled.cuda_graphs import get_kind
+from layertap.models.compiled.compile import (
+    OPTIONS,
+    compile_graph,
+    compute_key,
+    export_graph,
+    get_kind,
+    open_folder,
+    open_graph,
+)
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.loading import load_model
 from layertap.models.plan.plan import Capture, Plan

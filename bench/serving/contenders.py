@@ -32,7 +32,7 @@ class Contender:
 
     ``command`` starts it on a port for a load; ``path`` is where a set of layers is asked for; ``read`` takes the
     vector out of an answer, layer after layer. With ``various`` each request may name its own set. ``ready`` is where
-    it says that it has nothing left to do; with ``prepares`` a first start leaves on disk what later ones find.
+    it says that it has nothing left to do; with ``prepares`` it has warm plans, which are compiled first.
     ``missing`` is what to do before it can run at all, empty where it can. ``read_batch_rows`` reads how many rows its
     forwards had, by the port, where it counts them.
     """

@@ -21,7 +21,7 @@ class GraphForward:
         warm = WarmSpec(tuple(layers), pool=pool, compile="always")
         spec = ModelSpec(model, f"torchvision:{model}", f"random:{SEED}", "cpu", warm=(warm,))
         loaded = load_model(spec, replicas=os.cpu_count() or 1)
-        (graphs,) = prepare_warm_plans(loaded, Settings().cache_dir / "plans").graphs
+        (graphs,) = prepare_warm_plans(loaded, Settings().cache_dir / "plans", compiles=True).graphs
         if graphs is None:
             raise SystemExit(f"{model} has no graph: the log says why")
         self._graphs = graphs

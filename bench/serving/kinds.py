@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -22,7 +23,7 @@ from bench.serving.contenders import CLOSE, CONTENDERS, Vectors, deviation, extr
 from bench.serving.loads import LAYER, Load
 from bench.serving.repeat import repeat_disturbed
 from bench.serving.server import READY_S, Server, serving
-from bench.startup import LIMIT_S
+from bench.startup import LAYERTAP, LIMIT_S
 
 Lines = dict[str, Figures]
 WARM_S = 1.0
@@ -96,10 +97,10 @@ def served(name: str, bench: Bench, load: Load) -> Lines:
 
 
 def prepared(name: str, bench: Bench, load: Load) -> None:
-    """A first start, where that leaves on disk what later ones find."""
+    """Compile the warm plans of a server that has some."""
     if CONTENDERS[name].prepares:
-        with started(CONTENDERS[name], load, bench.pictures[0], bench.vectors[load.model], bench.folder):
-            pass
+        command = CONTENDERS[name].command(load, 0, bench.folder)
+        subprocess.run([*LAYERTAP, "plan", *command[command.index("--config") :]], check=True)
 
 
 def one(bench: Bench, load: Load) -> Lines:

@@ -1,6 +1,6 @@
-"""Export graphs of a plan's captures, compile them ahead of time, keep them in a folder by digest, and open them.
+"""Graphs of a plan's captures: exported with hooks attached, compiled ahead of time, kept in a folder, and opened.
 
-A forward is exported with hooks attached; operations that no capture needs are removed.
+Operations that no capture needs are removed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
+from typing import Literal
 from zipfile import BadZipFile, ZipFile
 
 import torch
@@ -26,22 +28,29 @@ from torch import Tensor, nn
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.devices.devices import describe_processor
 from layertap.models.hooks.attach import attach_at
+from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.plan.plan import Capture
 from layertap.models.run.compiled_plan import Graph, WarmError
 from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.reduction import ReducedTensor, apply_reduction
 from layertap.models.run.replica import call_module
 
+Kind = Literal["one", "several"]  # rows of a batch
 MIN_ROWS = 2  # of a dynamic batch: torch.export specialises on sizes 0 and 1
 RECIPE = 2  # raise it when graphs are compiled differently
 THREADS = {"cpp.dynamic_threads": True}  # use the number of threads that is set when a graph runs
 # Freezing packs weights for the processor: faster for several rows, and much slower for a single one.
-OPTIONS: Mapping[str, Mapping[str, object]] = {"one": THREADS, "several": {**THREADS, "freezing": True}}
+OPTIONS: Mapping[Kind, Mapping[str, object]] = {"one": THREADS, "several": {**THREADS, "freezing": True}}
 # Precompiling headers takes longer than it saves for a plan's two graphs.
 BUILD: Mapping[str, object] = {"aot_inductor.precompile_headers": False}
 RUNNER = Path(__file__).with_name("runner.cpp")
 COMPILER_TIMEOUT_S = 300.0
 _loading = Lock()
+
+
+def get_kind(rows: int) -> Kind:
+    """Which of a plan's two graphs a batch of ``rows`` rows uses."""
+    return "one" if rows == 1 else "several"
 
 
 def open_folder(path: Path) -> Path:
@@ -81,6 +90,13 @@ def compute_key(model: LoadedModel, captures: Sequence[Capture], rows: str) -> s
     ]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def compile_captures(model: LoadedModel, captures: Sequence[Capture], kind: Kind, path: Path) -> None:
+    """Write the file of a graph that returns captures; raises whatever the export or the compiler raises."""
+    make = make_noise_row if kind == "one" else make_noise
+    program = export_graph(model, captures, make(model.inputs, model.device, model.dtype))
+    compile_graph(program, path, OPTIONS[kind])
 
 
 def export_graph(
@@ -137,8 +153,10 @@ def compile_graph(program: torch.export.ExportedProgram, path: Path, options: Ma
     """Compile a graph into a file, which is written atomically; raises whatever the compiler raises."""
     from torch._inductor import aoti_compile_and_package
 
+    find_compiler()
     # With grad enabled the compiler silently skips freezing.
-    with torch.no_grad(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    with torch.no_grad(), tempfile.TemporaryDirectory(dir=path.parent) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the compiler says to its developers
         configs = {**options, **BUILD}
         made = aoti_compile_and_package(program, package_path=f"{folder}/{path.name}", inductor_configs=configs)
         Path(made).replace(path)

@@ -1,171 +1,97 @@
-"""Prepare a model's warm plans: find graphs on disk or compile them, then compare and benchmark them against hooks."""
+"""Prepare a model's warm plans: find or compile their graphs, then compare and measure them beside hooks."""
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from itertools import product
 from operator import call
 from pathlib import Path
-from threading import Thread
-from typing import Protocol, TypeVar
+from statistics import geometric_mean
 
-from layertap.models.catalog.catalog import Catalog
-from layertap.models.compiled.benchmark import (
-    check_against_hooks,
-    keep_benchmark,
-    locate_benchmark,
-    measure_plan,
-    read_benchmark,
-)
-from layertap.models.compiled.compile import (
-    OPTIONS,
-    compile_graph,
-    compute_key,
-    export_graph,
-    find_compiler,
-    open_folder,
-    open_graph,
-)
-from layertap.models.compiled.cuda_graphs import attach_cuda_graphs
+import torch
+from torch import Tensor
+
+from layertap.models.catalog.catalog import Costs
+from layertap.models.compiled.compile import Kind, compile_captures, compute_key, get_kind, open_folder, open_graph
+from layertap.models.compiled.cuda_graphs import capture_cuda_graphs
 from layertap.models.devices import devices
+from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.devices.turns import take_turn
 from layertap.models.errors import UNPROVEN, LayertapError, LoadError, RequestError
 from layertap.models.inputs.noise import make_noise, make_noise_row
-from layertap.models.loading import TakeTurn, load_model
+from layertap.models.loading import RunForwards, TakeTurn
 from layertap.models.plan.plan import Capture, Plan
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Reduction
 from layertap.models.plan.selectors import parse_selector
-from layertap.models.run import costs
-from layertap.models.run.compiled_plan import CompiledPlan, PlanBenchmark, PlanGraphs, WarmError
+from layertap.models.run.batch_slices import RequestSlice
+from layertap.models.run.compiled_plan import CompiledPlan, PlanGraphs, WarmError
+from layertap.models.run.costs import BATCH_ROWS, measure_costs
 from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.model_info import ModelInfo
-from layertap.models.sources.python import add_search_folders, list_search_folders
-from layertap.models.spec import ModelSpec, WarmSpec
+from layertap.models.run.replica import Replica
+from layertap.models.run.row_check import has_same_row, select_row
+from layertap.models.spec import WarmSpec
 
-T = TypeVar("T")
+Paths = Mapping[Kind, Path]  # of a plan's two graphs
 log = logging.getLogger("layertap")
 SITES = frozenset({"output", "input"})
-KINDS = ("one", "several")
-REPORT_INTERVAL_S = 15.0  # between two log lines on a graph that takes long
+KINDS: tuple[Kind, ...] = ("one", "several")
 CHECKED_ROWS = (1, 2, 3)  # batch sizes that are compared
-CompilerOptions = tuple[ModelSpec, Catalog, Path, int, Sequence[str]]  # arguments of ``compile_warm_plans``
-PreparedPlan = tuple[CompiledPlan | None, PlanGraphs | None, PlanBenchmark | None]
-
-
-class RunTrial(Protocol):
-    """Calls a function that runs forwards, in this process or in a fork of it."""
-
-    def __call__(self, function: Callable[[], T], /) -> T:
-        """Return what the function returns; raises what it raises."""
 
 
 def prepare_warm_plans(
     model: LoadedModel,
     folder: Path,
-    run_trial: RunTrial = call,
+    run_trial: RunForwards = call,
     take_turn: TakeTurn = take_turn,
-    open_only: bool = False,
+    *,
+    compiles: bool = False,
+    earlier: Sequence[CompiledPlan | None] | None = None,
 ) -> LoadedModel:
-    """The model with compiled graphs for its warm plans; a plan without graphs is logged with the reason.
+    """The model with compiled graphs for its warm plans, from ``folder``; the log says why a plan has none.
 
-    ``run_trial`` runs the comparison and the benchmark, on as many threads as the model may use; ``take_turn`` waits
-    until no other model is measured. ``open_only``: a plan that was not compiled and measured before runs with hooks.
-    LoadError if a plan names a layer that does not exist.
+    ``run_trial`` runs the comparison and the measurement, on as many threads as the model may use; ``take_turn`` waits
+    until no other model is measured. ``compiles``: missing graphs are compiled, which takes minutes. ``earlier``: what
+    the first load of the same model came to; nothing is measured then. LoadError if a plan names a layer that does not
+    exist.
     """
-    preparation = _Preparation(model, folder, run_trial, take_turn, open_only)
-    with devices.use_device(model.device):
-        prepared = [preparation.prepare(warm, index) for index, warm in enumerate(model.spec.warm)]
-    compiled, graphs, benchmarks = zip(*prepared, strict=True) if prepared else ((), (), ())
-    return replace(model, compiled=compiled, graphs=graphs, benchmarks=benchmarks)
-
-
-@dataclass(frozen=True)
-class _Preparation:
-    """The arguments of ``prepare_warm_plans``, and the failures so far."""
-
-    model: LoadedModel
-    folder: Path
-    run_trial: RunTrial
-    take_turn: TakeTurn
-    open_only: bool
-    failures: dict[str, str] = field(default_factory=dict)  # why a graph failed to compile, by file name
-
-    def prepare(self, warm: WarmSpec, index: int) -> PreparedPlan:
-        """Prepare one plan; LoadError if it names a layer that does not exist."""
+    compiled: list[CompiledPlan | None] = []
+    graphs: list[PlanGraphs | None] = []
+    for index, warm in enumerate(model.spec.warm):
         try:
-            plan = make_warm_plan(self.model, warm)
+            plan = make_warm_plan(model, warm)
         except RequestError as error:
             raise LoadError(f"warm: {error.detail}", hint=error.hint) from error
-        if not warm.compile:
-            return None, None, None
-        traits = self.model.catalog.traits
-        if traits.state or not traits.deterministic:  # a graph's state changes would not be undone
-            self._log_hooks("its forwards change the model, or are not deterministic")
-            return None, None, None
-        if self.model.identity.startswith(UNPROVEN):
-            self._log_hooks("it holds what can't be read, so that a stored graph may be another model's")
-            return None, None, None
-        try:
-            graphs, benchmark = self._choose_graphs(plan, warm)
-        except Exception as error:  # a compiler may raise anything; the plan then runs with hooks
-            self._log_hooks(error.detail if isinstance(error, LayertapError) else type(error).__name__)
-            return None, None, None
-        if graphs is None:
-            self._log_hooks(f"its graph takes {1 / benchmark.speedup:.2f} times as long as hooks")
-            return None, None, benchmark
-        # A graph takes no more memory than the whole forward with hooks.
-        graph_costs = costs.make_costs([benchmark.costs], self.model.catalog.costs.row_bytes)
-        return CompiledPlan(index, graphs.captures, graph_costs), graphs, benchmark
+        compiled.append(None)
+        graphs.append(None)
+        if not warm.compile or (earlier is not None and earlier[index] is None):
+            continue
+        with devices.use_device(model.device), _log_failure(model, "a warm plan runs with hooks"):
+            captures = list_captures(model, plan)
+            made = _open_graphs(model, plan, captures, _find_files(model, captures, folder, compiles), warm, run_trial)
+            if earlier is None:
+                with take_turn():
+                    hooks, graph = run_trial(partial(measure_plan, model, plan, made))
+                if warm.compile != "always":
+                    _refuse_slower(hooks, graph)
+            compiled[-1] = CompiledPlan(index, captures, graph, hooks) if earlier is None else earlier[index]
+            graphs[-1] = made
+    return replace(model, compiled=tuple(compiled), graphs=tuple(graphs))
 
-    def _log_hooks(self, reason: str) -> None:
-        fields = {"model": self.model.spec.name, "reason": reason}
-        log.warning("a warm plan runs with hooks", extra={"fields": fields})
 
-    def _choose_graphs(self, plan: Plan, warm: WarmSpec) -> tuple[PlanGraphs | None, PlanBenchmark]:
-        """The graphs, or None if hooks are faster. The first start's benchmark is kept, as the choice affects bits."""
-        model, folder = self.model, open_folder(self.folder)
-        captures = _list_captures(model, plan)
-        paths = {kind: folder / f"{compute_key(model, captures, kind)}.pt2" for kind in KINDS}
-        benchmark_path = locate_benchmark([*paths.values()], warm.cuda_graphs, model.threads, model.device)
-        benchmark = read_benchmark(benchmark_path)
-        if benchmark and not _is_wanted(warm, benchmark):
-            return None, benchmark
-        if self.open_only and not (benchmark and all(path.exists() for path in paths.values())):
-            raise WarmError("its graphs are not there any more")
-        graphs = self._open_or_compile(plan, warm, captures, paths)
-        if benchmark is None:
-            with self.take_turn():
-                measured = self.run_trial(partial(measure_plan, model, plan, graphs))
-            benchmark = keep_benchmark(benchmark_path, measured)
-        return graphs if _is_wanted(warm, benchmark) else None, benchmark
-
-    def _open_or_compile(
-        self, plan: Plan, warm: WarmSpec, captures: tuple[Capture, ...], paths: Mapping[str, Path]
-    ) -> PlanGraphs:
-        """Graphs whose results match the hooks'. Raises whatever compiling raises."""
-        model = self.model
-        missing = [path for path in paths.values() if not path.exists()]
-        if missing and not any(path.name in self.failures for path in missing):
-            find_compiler()
-            self.failures.update(_compile_in_processes(model, paths["one"].parent))
-        for path in missing:
-            if reason := self.failures.get(path.name):
-                raise WarmError(reason)
-        one, several = (open_graph(paths[kind], len(model.replicas), model.device) for kind in KINDS)
-        graphs = PlanGraphs(captures, tuple(spec.name for spec in model.inputs), one, several)
-        self.run_trial(partial(check_against_hooks, model, plan, graphs, model.replicas[0], CHECKED_ROWS))
-        return attach_cuda_graphs(model, plan, graphs, warm.cuda_graphs, paths) if warm.cuda_graphs else graphs
+@contextmanager
+def _log_failure(model: ModelInfo, consequence: str) -> Iterator[None]:
+    """Log whatever is raised inside, by a compiler or a capture too, with what follows from it."""
+    try:
+        yield
+    except Exception as error:
+        reason = error.detail if isinstance(error, LayertapError) else f"it can't be compiled ({type(error).__name__})"
+        log.warning(consequence, extra={"fields": {"model": model.spec.name, "reason": reason}})
 
 
 def make_warm_plan(model: ModelInfo, warm: WarmSpec) -> Plan:
@@ -174,131 +100,13 @@ def make_warm_plan(model: ModelInfo, warm: WarmSpec) -> Plan:
     return make_plan([replace(parse_selector(text), reduction=reduction) for text in warm.layers], model.catalog)
 
 
-def _compile_in_processes(model: LoadedModel, folder: Path) -> dict[str, str]:
-    """Compile all graphs in other processes, so that the compiler's memory is freed when they end.
-
-    Returns the reason for each graph that failed, by file name; WarmError if a process fails as a whole. On a CPU
-    the graphs for single rows are compiled in parallel to the others. The processes are terminated if this one ends
-    first, even if it is killed. Progress is logged.
-    """
-    context = get_context("spawn")
-    started: list[tuple[SpawnProcess, Connection]] = []
-    failures: dict[str, str] = {}
-    try:
-        for kinds in [(kind,) for kind in KINDS] if model.device.type == "cpu" else [KINDS]:
-            receiver, sender = context.Pipe(duplex=False)
-            options = (model.spec, model.catalog, folder, model.threads, kinds)
-            process = context.Process(target=_run_compiler, args=(sender, list_search_folders(), options), daemon=True)
-            process.start()
-            sender.close()
-            started.append((process, receiver))
-        for _, receiver in started:
-            try:
-                found = wait_for_compiler(receiver, model.spec.name)
-            except EOFError:
-                raise WarmError("the compiler's process ended") from None
-            if isinstance(found, str):
-                raise WarmError(found)
-            failures |= found
-    finally:
-        for process, _ in started:
-            process.terminate()  # after an error another one may still be running
-            process.join()
-    return failures
-
-
-def wait_for_compiler(receiver: Connection, model: str) -> dict[str, str] | str:
-    """Log a compiler process's progress until it ends; return its failures by file name, or one reason for all graphs.
-
-    EOFError if the process dies.
-    """
-    start = time.monotonic()
-    log.info("compiling warm plans, which may take minutes", extra={"fields": {"model": model}})
-    fields: dict[str, object] = {}
-    while True:
-        if receiver.poll(REPORT_INTERVAL_S):
-            message = receiver.recv()
-            if isinstance(message, dict | str):
-                return message
-            fields = {"model": model, "graph": message[0], "graphs": message[1]}
-        if fields:
-            seconds = round(time.monotonic() - start)
-            log.info("compiling", extra={"fields": {**fields, "seconds": seconds}})
-
-
-def _run_compiler(sender: Connection, folders: Sequence[str], options: CompilerOptions) -> None:
-    """Compile, and send progress, then the failures. Output is discarded, because a server's log is structured.
-
-    On SIGTERM it removes unfinished files.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes: the server terminates this one
-    with Path(os.devnull).open("w") as devnull:
-        os.dup2(devnull.fileno(), 1)
-        os.dup2(devnull.fileno(), 2)
-    Thread(target=_end_with_parent, daemon=True).start()
-    add_search_folders(folders)
-    try:
-        sender.send(compile_warm_plans(*options, lambda number, count: sender.send((number, count))))
-    except Exception as error:
-        sender.send(_explain(error))
-
-
-def _end_with_parent() -> None:
-    """Send this process SIGTERM when its parent dies: a killed parent does not terminate its children."""
-    if (parent := parent_process()) is not None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def compile_warm_plans(
-    spec: ModelSpec,
-    catalog: Catalog,
-    folder: Path,
-    threads: int,
-    kinds: Sequence[str],
-    report: Callable[[int, int], None],
-) -> dict[str, str]:
-    """Compile a model's missing graphs of some kinds.
-
-    Returns the reason for each graph that failed, by file name. ``catalog`` is the one from the model's survey, which
-    is not repeated. ``report`` is called before each graph with its number and the total, both counted over all kinds.
-    """
-    model = load_model(spec, 1, threads, run_survey=lambda _: catalog)
-    plans = []
-    for warm in (warm for warm in spec.warm if warm.compile):
-        with suppress(WarmError):  # logged when that plan is prepared; the others are compiled
-            plans.append(_list_captures(model, make_warm_plan(model, warm)))
-    paths = {
-        (captures, kind): folder / f"{compute_key(model, captures, kind)}.pt2" for captures in plans for kind in KINDS
-    }
-    missing = {each: path for each, path in paths.items() if not path.exists()}
-    failures: dict[str, str] = {}
-    failed: set[tuple[Capture, ...]] = set()  # a plan needs both of its graphs
-    for number, ((captures, kind), path) in enumerate(missing.items(), 1):
-        if kind not in kinds or captures in failed:
-            continue
-        report(number, len(missing))
-        make = make_noise_row if kind == "one" else make_noise
-        rows = make(model.inputs, model.device, model.dtype)
-        try:
-            compile_graph(export_graph(model, captures, rows), path, OPTIONS[kind])
-        except Exception as error:  # export and compiler may raise anything
-            failures[path.name] = _explain(error)
-            failed.add(captures)
-    return failures
-
-
-def _explain(error: Exception) -> str:
-    return error.detail if isinstance(error, LayertapError) else f"it can't be compiled ({type(error).__name__})"
-
-
-def _is_wanted(warm: WarmSpec, benchmark: PlanBenchmark) -> bool:
-    return warm.compile == "always" or benchmark.pays
-
-
-def _list_captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
-    """A plan's captures in order; WarmError if a graph can't return one of them."""
+def list_captures(model: ModelInfo, plan: Plan) -> tuple[Capture, ...]:
+    """A plan's captures in order; WarmError if a graph can't return them."""
+    traits = model.catalog.traits
+    if traits.state or not traits.deterministic:  # a graph's state changes would not be undone
+        raise WarmError("its forwards change the model, or are not deterministic")
+    if model.identity.startswith(UNPROVEN):
+        raise WarmError("it holds what can't be read, so that a stored graph may be another model's")
     if model.catalog.crosses_rows:
         raise WarmError("rows of this model run one at a time")
     if model.text is not None or model.model_inputs.mask is not None:
@@ -308,3 +116,98 @@ def _list_captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
         if point.function or point.site not in SITES or info.row_axis is None or info.crosses_rows or info.alone:
             raise WarmError(f"a graph does not give {point.text}")
     return tuple(dict.fromkeys(result.capture for result in plan.results))
+
+
+def _find_files(model: LoadedModel, captures: Sequence[Capture], folder: Path, compiles: bool) -> Paths:
+    """The files of a plan's graphs, compiled if need be; raises whatever a compiler raises, WarmError without one."""
+    open_folder(folder)
+    paths = {kind: folder / f"{compute_key(model, captures, kind)}.pt2" for kind in KINDS}
+    for kind, path in paths.items():
+        if not path.exists():
+            if not compiles:
+                raise WarmError("it is not compiled: run 'layertap plan'")
+            compile_captures(model, captures, kind, path)
+    return paths
+
+
+def _open_graphs(
+    model: LoadedModel,
+    plan: Plan,
+    captures: tuple[Capture, ...],
+    paths: Paths,
+    warm: WarmSpec,
+    run_trial: RunForwards,
+) -> PlanGraphs:
+    """Graphs whose results match the hooks', with CUDA graphs for some batch sizes unless their capture fails."""
+    one, several = (open_graph(paths[kind], len(model.replicas), model.device) for kind in KINDS)
+    graphs = PlanGraphs(captures, tuple(spec.name for spec in model.inputs), one, several)
+    run_trial(partial(check_against_hooks, model, plan, graphs, model.replicas[0], CHECKED_ROWS))
+    if warm.cuda_graphs:
+        with _log_failure(model, "a warm plan runs without CUDA graphs"):
+            return _add_cuda_graphs(model, plan, graphs, sorted(set(warm.cuda_graphs)), paths)
+    return graphs
+
+
+def _add_cuda_graphs(
+    model: LoadedModel, plan: Plan, graphs: PlanGraphs, sizes: Sequence[int], paths: Paths
+) -> PlanGraphs:
+    """The graphs with CUDA graphs for each replica; raises what a capture raises, WarmError if results differ."""
+    if model.device.type != "cuda":
+        raise WarmError("there is no GPU")
+    # Separate runners: the others query events for earlier runs, which is not allowed while a stream captures.
+    # They hold a second copy of the weights.
+    runners = {
+        kind: open_graph(paths[kind], 1, model.device, single=True) for kind in {get_kind(rows) for rows in sizes}
+    }
+    captured = replace(graphs, cuda_graphs=capture_cuda_graphs(model, graphs, sizes, runners))
+    # Each captured size, and the smallest batch that is padded to it.
+    counts = sorted({*sizes, *(below + 1 for below in (0, *sizes[:-1]))})
+    for replica in model.replicas:
+        check_against_hooks(model, plan, captured, replica, counts)
+    return captured
+
+
+def measure_plan(model: LoadedModel, plan: Plan, graphs: PlanGraphs) -> tuple[Costs, Costs]:
+    """The costs of a plan's forward with hooks and by a graph, in the first replica's thread.
+
+    Raises what a forward raises.
+    """
+
+    def measure(chosen: PlanGraphs | None, max_threads: int) -> Costs:
+        def run(rows: Mapping[str, Tensor]) -> object:
+            count = len(next(iter(rows.values())))
+            return model.run(model.replicas[0], [rows], [RequestSlice(0, count, plan.captures)], graphs=chosen)
+
+        row = make_noise_row(model.inputs, model.device, model.dtype)
+        row_bytes = model.catalog.costs.row_bytes  # a graph takes no more than the whole forward with hooks
+        return measure_costs(run, row, model.device, row_bytes, crosses_rows=False, max_threads=max_threads)
+
+    return measure(None, 1), measure(graphs, model.threads)
+
+
+def _refuse_slower(hooks: Costs, graph: Costs) -> None:
+    """WarmError if a graph is not faster than hooks, on one thread, over small and larger batches."""
+    ratio = geometric_mean(graph.estimate_seconds(rows) / hooks.estimate_seconds(rows) for rows in (1, BATCH_ROWS))
+    if ratio >= 1:
+        raise WarmError(f"its graph takes {ratio:.2f} times as long as hooks")
+
+
+def check_against_hooks(
+    model: LoadedModel, plan: Plan, graphs: PlanGraphs, replica: Replica, counts: Sequence[int]
+) -> None:
+    """WarmError if graphs and hooks differ for any of the batch sizes ``counts``."""
+    batch = make_noise(model.inputs, model.device, model.dtype)
+    batches = []
+    for rows in counts:
+        index = torch.arange(rows, rows * 2, device=model.device)  # each batch begins with another row
+        part = {name: value[index % len(value)] for name, value in batch.items()}
+        batches.append((part, RequestSlice(0, rows, plan.captures)))
+    with use_threads(model.threads):
+        # Run all graphs first: later runs must not overwrite an earlier result.
+        results = [model.run(replica, [part], [share], graphs=graphs).select(share) for part, share in batches]
+        expected = [model.run(replica, [part], [share]).select(share) for part, share in batches]
+    for (_, share), actual, wanted in zip(batches, results, expected, strict=True):
+        for capture, row in product(plan.captures, range(share.stop)):
+            one, other = (select_row({capture: each[capture]}, row) for each in (wanted, actual))
+            if not has_same_row(one, other, TOLERANCE[model.spec.precision]):
+                raise WarmError(f"the compiled graph gives other numbers for {capture.point.layer}")

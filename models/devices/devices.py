@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import warnings
@@ -16,7 +15,6 @@ from layertap.models.errors import LoadError, escape, label_failures
 from layertap.models.grammar import parse_device, parse_devices
 
 FEATURE_LINES = ("flags", "Features")  # of /proc/cpuinfo, on x86 and on ARM
-MODEL_LINES = ("model name", "CPU implementer", "CPU part")
 TORCH_DTYPES = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
@@ -107,27 +105,9 @@ def describe_processor(device: torch.device) -> list[str]:
     """The features that decide whether code compiled for one processor runs on another."""
     if device.type == "cuda":
         return [torch.cuda.get_device_name(device), str(torch.version.cuda)]
-    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), _digest_cpu_lines(FEATURE_LINES)]
-
-
-def describe_speed(device: torch.device) -> list[str]:
-    """The features that affect how long forwards take on a processor."""
-    return [*describe_processor(device), _digest_cpu_lines(MODEL_LINES), _read_quota()]
-
-
-def _digest_cpu_lines(names: tuple[str, ...]) -> str:
-    """A digest of these lines of the first core in /proc/cpuinfo; no processor has all of them."""
     try:
         first_core, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
+        features = "\n".join(line for line in first_core.splitlines() if line.startswith(FEATURE_LINES))
     except OSError:
-        return platform.processor()
-    lines = [line for line in first_core.splitlines() if line.startswith(names)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
-
-
-def _read_quota() -> str:
-    """A container's CPU quota; empty if none is set or it can't be read."""
-    try:
-        return Path("/sys/fs/cgroup/cpu.max").read_text().strip()
-    except OSError:
-        return ""
+        features = platform.processor()
+    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), features]

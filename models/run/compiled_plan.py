@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import geometric_mean
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,23 +13,18 @@ from layertap.models.catalog.catalog import Costs
 from layertap.models.errors import LayertapError
 from layertap.models.plan.plan import Capture, Plan
 from layertap.models.run.batch_slices import BatchActivations
-from layertap.models.run.costs import ONLY_FIGURES, Figure, ForwardSeconds
 from layertap.models.run.reduction import ReducedTensor, own_memory
 from layertap.models.run.replica import Replica
-
-if TYPE_CHECKING:
-    from layertap.models.compiled.cuda_graphs import CudaGraphs
-
-BATCH_ROWS = 8  # rows of the larger batch
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledPlan:
-    """One of a model's warm plans, by index: the captures that its graphs return, and their costs."""
+    """One of a model's warm plans that graphs answer."""
 
-    index: int
-    captures: tuple[Capture, ...]
-    costs: Costs
+    index: int  # among the model's warm plans
+    captures: tuple[Capture, ...]  # what its graphs return
+    costs: Costs  # of a forward by a graph
+    hooked_costs: Costs  # of a forward with hooks, for the same captures
 
     def covers(self, plan: Plan) -> bool:
         """Whether its graphs return every capture of a plan that has no interventions or objective."""
@@ -43,55 +37,12 @@ def find_compiled_plan(compiled: Iterable[CompiledPlan | None], plan: Plan) -> C
     return min(covering, key=lambda each: each.costs.estimate_seconds(1), default=None)
 
 
-@dataclass(frozen=True)
-class PairedSeconds:
-    """Seconds of a batch with hooks and by a graph, run in pairs: the medians of many pairs.
-
-    ``speedup`` is the median of the pairs' ratios, hooks over graph.
-    """
-
-    __pydantic_config__ = ONLY_FIGURES
-
-    hooks: Figure
-    graph: Figure
-    speedup: Figure
-
-
-@dataclass(frozen=True)
-class PlanBenchmark:
-    """The times of one row and of ``BATCH_ROWS`` rows (None if these would take too long), on one thread.
-
-    ``costs`` is a reading of the graph alone.
-    """
-
-    __pydantic_config__ = ONLY_FIGURES
-
-    one: PairedSeconds
-    several: PairedSeconds | None
-    costs: ForwardSeconds
-
-    @property
-    def by_rows(self) -> dict[int, PairedSeconds]:
-        """The measured pairs, by batch size."""
-        return {rows: pairs for rows, pairs in ((1, self.one), (BATCH_ROWS, self.several)) if pairs}
-
-    @property
-    def speedup(self) -> float:
-        """The graph's speedup over hooks: the geometric mean over both batch sizes."""
-        return geometric_mean(pairs.speedup for pairs in self.by_rows.values())
-
-    @property
-    def pays(self) -> bool:
-        """Whether the graph is faster than hooks."""
-        return self.speedup > 1
-
-
 class WarmError(LayertapError):
     """There is no graph; ``detail`` says why."""
 
 
 class Graph(Protocol):
-    """A loaded graph; several threads may run it."""
+    """A loaded graph; several threads may run it, unless it was captured for one replica."""
 
     def run(self, inputs: list[Tensor]) -> list[Tensor]:
         """The graph's outputs for its inputs."""
@@ -99,29 +50,24 @@ class Graph(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PlanGraphs:
-    """Graphs that return ``captures``, in order, for a model's ``inputs``, by name.
-
-    ``cuda_graphs``: CUDA graphs of them for some batch sizes, by replica.
-    """
+    """Graphs that return ``captures``, in order, for a model's ``inputs``, by name."""
 
     captures: tuple[Capture, ...]
     inputs: tuple[str, ...]
     single_row: Graph
     batch: Graph
-    cuda_graphs: Mapping[Replica, CudaGraphs] = field(default_factory=dict)
+    cuda_graphs: Mapping[Replica, Mapping[int, Graph]] = field(default_factory=dict)  # captured, by number of rows
 
     def get_padded_rows(self, rows: int, replica: Replica) -> int:
-        """The number of rows to pad a replica's batch to."""
-        graphs = self.cuda_graphs.get(replica)
-        return graphs.get_padded_rows(rows) if graphs else rows
+        """The number of rows to pad a replica's batch to: the smallest size with a CUDA graph; its own if none fits."""
+        return min((size for size in self.cuda_graphs.get(replica, ()) if size >= rows), default=rows)
 
     def run(self, batch: Mapping[str, Tensor], rows: int, replica: Replica | None = None) -> BatchActivations:
         """All captures of a batch of ``rows`` rows, on the device; raises what the graph raises."""
-        inputs = [batch[name] for name in self.inputs]
-        cuda_graphs = self.cuda_graphs.get(replica) if replica else None
-        graph = self.single_row if rows == 1 else self.batch
+        captured = self.cuda_graphs.get(replica, {}) if replica else {}
+        graph = captured.get(rows) or (self.single_row if rows == 1 else self.batch)
         with torch.no_grad():
-            tensors = iter(cuda_graphs.run(inputs) if cuda_graphs and rows in cuda_graphs else graph.run(inputs))
+            tensors = iter(graph.run([batch[name] for name in self.inputs]))
         results = (ReducedTensor(next(tensors), next(tensors) if each.is_scaled else None) for each in self.captures)
         return BatchActivations(
             {(capture, (0, rows)): own_memory(each) for capture, each in zip(self.captures, results, strict=True)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,8 @@ from layertap.models.run import verification
 from layertap.models.run.batch_slices import BatchActivations, RequestSlice
 from layertap.models.run.compiled_plan import PlanGraphs
 from layertap.models.run.fingerprint import get_proven_part
-from layertap.models.run.model_catalogs import ModelCatalogs
 from layertap.models.run.model_info import ModelInfo
-from layertap.models.run.replica import Replica
+from layertap.models.run.replica import KeptForward, Replica
 from layertap.models.run.resumption import Resumption
 from layertap.models.run.row_check import RowCheck
 from layertap.models.spec import ModelSpec, PreprocessSpec
@@ -35,16 +34,13 @@ NO_INPUTS: Inputs = {}
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel(ModelInfo):
-    """A model ready to run. Each replica belongs to one thread: everything that runs it happens there.
-
-    ``catalogs`` run the first replica. ``graphs`` are those of the warm plans, None for one that runs with hooks.
-    ``row_check`` says which shared forwards are checked in this process.
-    """
+    """A model ready to run. Each replica belongs to one thread: everything that runs it happens there."""
 
     replicas: tuple[Replica, ...]
-    catalogs: ModelCatalogs
-    graphs: tuple[PlanGraphs | None, ...] = ()
-    row_check: RowCheck = field(default_factory=RowCheck)
+    graphs: tuple[PlanGraphs | None, ...] = ()  # of each warm plan, None for one that runs with hooks
+    row_check: RowCheck = field(default_factory=RowCheck)  # which shared forwards are checked in this process
+    # By the names of several devices, the model as loaded on each, the first one first; empty if it has one device.
+    by_device: Mapping[str, LoadedModel] = field(default_factory=dict)
 
     @property
     def module(self) -> nn.Module:
@@ -52,9 +48,20 @@ class LoadedModel(ModelInfo):
         return self.replicas[0].module
 
     @property
+    def forward(self) -> KeptForward:
+        """The first replica's forward."""
+        return self.replicas[0].forward
+
+    @property
+    def device_name(self) -> str:
+        """The names of all its devices, for people."""
+        return ", ".join(self.by_device) or str(self.device)
+
+    @property
     def hooks(self) -> int:
         """The number of our hooks on all replicas now: 0 when idle."""
-        return sum(replica.hooks for replica in self.replicas)
+        parts = self.by_device.values() or (self,)
+        return sum(replica.hooks for part in parts for replica in part.replicas)
 
     def is_batch_invariant(self, rows: int) -> bool:
         """Whether a row gives the same bits at any index of a batch of this size, tried at a few indices.
@@ -206,27 +213,7 @@ class LoadedModel(ModelInfo):
         return torch.cat([mask, mask[:1].expand(padding, -1)]) if padding else mask
 
 
-@dataclass(frozen=True, kw_only=True)
-class MultiDeviceModel(ModelInfo):
-    """A model on several devices, keyed by their names in the configuration: loaded separately on each.
-
-    Its ModelInfo is that of the first.
-    """
-
-    by_device: Mapping[str, LoadedModel]
-
-    @property
-    def device_name(self) -> str:
-        """The names of all its devices."""
-        return ", ".join(self.by_device)
-
-    @property
-    def hooks(self) -> int:
-        """The number of our hooks on all of them now: 0 when idle."""
-        return sum(model.hooks for model in self.by_device.values())
-
-
-def join_devices(spec: ModelSpec, models: Mapping[str, LoadedModel]) -> MultiDeviceModel:
+def join_devices(spec: ModelSpec, models: Mapping[str, LoadedModel]) -> LoadedModel:
     """Join the models loaded for ``spec`` on several devices, by device name; LoadError if they differ.
 
     A warm plan with graphs on only some devices runs with hooks on all: an answer must not depend on its device.
@@ -236,13 +223,13 @@ def join_devices(spec: ModelSpec, models: Mapping[str, LoadedModel]) -> MultiDev
         raise LoadError("the model has other weights each time it is built", hint="devices need the same on each")
     graphs = zip(*(model.compiled for model in models.values()), strict=True)
     compiled = tuple(plans[0] if all(plan is not None for plan in plans) else None for plans in graphs)
-    known = {each.name: getattr(first, each.name) for each in fields(ModelInfo)}
-    known |= {
-        "spec": replace(spec, dtype=first.spec.dtype),
-        "compiled": compiled,
-        "memory_bytes": sum(each.memory_bytes for each in models.values()),
-    }
-    return MultiDeviceModel(by_device=models, **known)
+    return replace(
+        first,
+        spec=replace(spec, dtype=first.spec.dtype),
+        compiled=compiled,
+        memory_bytes=sum(each.memory_bytes for each in models.values()),
+        by_device=models,
+    )
 
 
 def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:

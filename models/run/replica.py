@@ -10,7 +10,6 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,23 +43,22 @@ class KeptForward(ModuleState):
         return call_module(rows, self.module)
 
 
-@dataclass(frozen=True, eq=False)
 class Replica:
-    """One module tree, which only one thread runs; ``own_hooks`` counts the hooks that the model came with."""
+    """One module tree, which only one thread runs.
 
-    forward: KeptForward
-    extractor: FeatureExtractor
-    own_hooks: int
+    Create it after the survey: a model may register its own hooks when it first runs, and these are counted.
+    """
 
-    @property
-    def module(self) -> nn.Module:
-        """The module tree."""
-        return self.forward.module
+    def __init__(self, forward: KeptForward) -> None:
+        self.forward = forward
+        self.module = forward.module
+        self.extractor = FeatureExtractor(forward.module)
+        self._own_hooks = attach.count_hooks(forward.module)  # that the model came with
 
     @property
     def hooks(self) -> int:
         """The number of our hooks on it now: 0 when idle."""
-        return attach.count_hooks(self.module) - self.own_hooks
+        return attach.count_hooks(self.module) - self._own_hooks
 
 
 def may_stop(forward: KeptForward, rows: Mapping[str, Tensor]) -> bool:
@@ -170,11 +168,6 @@ def _make_arguments(rows: Mapping[str, Tensor]) -> dict[str, Any]:
             inner = inner.setdefault(part, {})
         inner[last] = value
     return arguments
-
-
-def create_replica(forward: KeptForward) -> Replica:
-    """A replica that is the module itself."""
-    return Replica(forward, FeatureExtractor(forward.module), attach.count_hooks(forward.module))
 
 
 def copy_module(module: nn.Module) -> nn.Module | None:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from layertap.models.catalog.row_tensor import RowTensor, is_near
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.plan import Capture
-from layertap.models.run.costs import read_figures, write_figures
 from layertap.models.run.fingerprint import get_proven_part
 from layertap.models.run.reduction import ReducedTensor
 
 T = TypeVar("T")
+log = logging.getLogger("layertap")
 FIRST = 3  # shared forwards of a kind that are checked whatever the interval
 MOST_ROWS = 4  # that are compared in each of them; in a later one a single row
 MAX_KINDS = 1024
@@ -35,6 +38,9 @@ class CrossingRows:
 
     since: float
     shared_answers: int
+
+
+NOTE = TypeAdapter(CrossingRows)
 
 
 class RowCheck:
@@ -67,7 +73,15 @@ class RowCheck:
 
 def select_row(results: Mapping[Capture, ReducedTensor], row: int) -> dict[Capture, Tensor]:
     """A row's part of each result, as floating numbers where it is int8 with a scale."""
-    return {capture: _select(reduced, capture, row) for capture, reduced in results.items()}
+    selected = {}
+    for capture, reduced in results.items():
+        values = reduced.values
+        if reduced.scale is not None:
+            values = values.float() * reduced.scale.reshape(-1, *[1] * (values.ndim - 1))
+        if capture.info.row_axis is not None:
+            values = RowTensor(values, capture.reduced_info).select((row, row + 1)).value
+        selected[capture] = values
+    return selected
 
 
 def has_same_row(one: Mapping[Capture, Tensor], other: Mapping[Capture, Tensor], tolerance: float) -> bool:
@@ -77,30 +91,26 @@ def has_same_row(one: Mapping[Capture, Tensor], other: Mapping[Capture, Tensor],
     )
 
 
-def _select(reduced: ReducedTensor, capture: Capture, row: int) -> Tensor:
-    values = reduced.values
-    if reduced.scale is not None:
-        values = values.float() * reduced.scale.reshape(-1, *[1] * (values.ndim - 1))
-    if capture.info.row_axis is None:
-        return values
-    return RowTensor(values, capture.reduced_info).select((row, row + 1)).value
-
-
-def read_note(costs_folder: Path | None, identity: str) -> CrossingRows | None:
+def read_note(folder: Path | None, identity: str) -> CrossingRows | None:
     """What an earlier server noted of a model; None if it noted nothing that can be read."""
-    with suppress(OSError):
-        return read_figures(_locate(costs_folder, identity), CrossingRows) if costs_folder is not None else None
-    return None
+    path = _locate(folder, identity) if folder is not None else None
+    try:
+        return NOTE.validate_json(path.read_bytes()) if path is not None and path.is_file() else None
+    except (OSError, ValueError) as error:
+        log.info("a note on crossing rows is not used", extra={"fields": {"reason": type(error).__name__}})
+        return None
 
 
-def write_note(costs_folder: Path, identity: str, shared_answers: int) -> CrossingRows:
+def write_note(folder: Path, identity: str, shared_answers: int) -> CrossingRows:
     """Note for later starts that rows of a model cross."""
-    note, path = CrossingRows(time.time(), shared_answers), _locate(costs_folder, identity)
+    note, path = CrossingRows(time.time(), shared_answers), _locate(folder, identity)
     with suppress(OSError):  # a read-only folder: the next server finds out by itself
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_figures(path, asdict(note))
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_bytes(NOTE.dump_json(note))
+        part.replace(path)
     return note
 
 
-def _locate(costs_folder: Path, identity: str) -> Path:
-    return costs_folder.with_name("crossing") / f"{get_proven_part(identity)}.json"
+def _locate(folder: Path, identity: str) -> Path:
+    return folder / f"{get_proven_part(identity)}.json"

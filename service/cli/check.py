@@ -15,6 +15,7 @@ from layertap.service.cli.setup import check_setup, connect
 if TYPE_CHECKING:
     from layertap.models.inputs.model_inputs import ModelInputs
     from layertap.models.registry import Registry
+    from layertap.models.spec import ModelSpec
 
 
 def check(
@@ -58,11 +59,10 @@ def check(
     for spec in [entry.spec for entry in registry if entry.spec.name not in skipped]:
         try:
             with show_loading(spec.name):
-                state = _load(registry, spec.name)
+                state = _load(registry, spec)
         except LayertapError as error:
             failed, state = failed or spec.required, f"failed: {format_error(error)}"
         _print_state(spec.name, state)
-        registry.unload(spec.name)
     if skipped:
         _print_state(format_list(skipped, "models"), "not loaded, for weights would be downloaded")
     if failed:
@@ -80,11 +80,11 @@ async def _check_server(url: str, config: Path | None) -> bool:
     return all(each.state != "failed" for each in models)
 
 
-def _load(registry: Registry, name: str) -> str:
+def _load(registry: Registry, spec: ModelSpec) -> str:
     """What a model is once loaded; LayertapError where it can't be, or a warm plan names what is not there."""
     from layertap.models.compiled.prepare import make_warm_plan
 
-    model = registry.load(name)
+    model = registry.load_model(spec)
     for warm in model.spec.warm:
         make_warm_plan(model, warm)
     facts = [f"ready on {model.device_name}", model.spec.precision, f"{len(model.catalog.layers)} layers"]

@@ -15,7 +15,7 @@ from layertap.service.cli.console import ConfigOption, UrlOption, say, show_load
 from layertap.service.cli.setup import connect, create_configured_engine
 
 if TYPE_CHECKING:
-    from layertap.models.run.compiled_plan import PlanBenchmark
+    from layertap.models.run.compiled_plan import CompiledPlan
 
 
 def layers(
@@ -48,23 +48,24 @@ def plan(config: ConfigOption = None) -> None:
     from layertap.service.allocator import keep_large_blocks
 
     keep_large_blocks()  # as the server does: hooks and graphs are measured
-    registry = create_configured_engine(config, warm=True).manager.registry
+    registry = create_configured_engine(config, compiles=True).manager.registry
     table = Table("model", "layers", "answered by", "rows", "hooks, ms", "graph, ms", "speedup")
     for entry in registry:
         if entry.spec.warm:
             with show_loading(entry.spec.name, "compiling"):
-                model = registry.load(entry.spec.name)
-            for warm, compiled, benchmark in zip(entry.spec.warm, model.compiled, model.benchmarks, strict=True):
+                model = registry.load_model(entry.spec)
+            for warm, compiled in zip(entry.spec.warm, model.compiled, strict=True):
                 titles = entry.spec.name, ", ".join(warm.layers), "a graph" if compiled else "hooks"
                 seconds = model.catalog.costs.estimate_seconds(1)
-                for figures in _list_figures(benchmark) if benchmark else [("1", f"{seconds * 1000:.1f}", "", "")]:
+                for figures in _list_figures(compiled) if compiled else [("1", f"{seconds * 1000:.1f}", "", "")]:
                     table.add_row(*titles, *figures)
                     titles = "", "", ""
     stdout.print(table)
 
 
-def _list_figures(benchmark: PlanBenchmark) -> Iterator[tuple[str, ...]]:
+def _list_figures(compiled: CompiledPlan) -> Iterator[tuple[str, ...]]:
     """Of each batch: rows, milliseconds a row with hooks and by the graph, and the speedup."""
-    for rows, pairs in benchmark.by_rows.items():
-        milliseconds = (f"{seconds * 1000 / rows:.1f}" for seconds in (pairs.hooks, pairs.graph))
-        yield str(rows), *milliseconds, f"{pairs.speedup:.2f}"
+    for rows in (1, 8):
+        hooks, graph = (costs.estimate_seconds(rows) for costs in (compiled.hooked_costs, compiled.costs))
+        milliseconds = (f"{seconds * 1000 / rows:.1f}" for seconds in (hooks, graph))
+        yield str(rows), *milliseconds, f"{hooks / graph:.2f}"

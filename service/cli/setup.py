@@ -46,15 +46,16 @@ def check_setup(**options: Any) -> tuple[Settings, Configuration | None, Fetcher
     return settings, configuration, Fetcher(settings)
 
 
-def create_configured_engine(config: Path | None, *, warm: bool = False, workers: int | None = 0) -> Engine:
+def create_configured_engine(config: Path | None, *, compiles: bool = False, workers: int | None = 0) -> Engine:
     """The engine for the configuration at ``config``, or the one that the settings name; LayertapError.
 
-    ``workers``: processes beside this one, None as the settings say; what ends soon starts none.
+    ``compiles``: warm plans are compiled, else they run with hooks. ``workers``: processes beside this one, None as the
+    settings say; what ends soon starts none.
     """
     from layertap.service.app import create_engine
     from layertap.service.settings import read_settings
 
-    return create_engine(read_settings(config=config, workers=workers), warm=warm)
+    return create_engine(read_settings(config=config, workers=workers), warm=compiles, compiles=compiles)
 
 
 def check_one_answers(url: str | None, config: Path | None) -> None:

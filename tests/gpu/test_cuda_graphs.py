@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.compiled.benchmark import check_against_hooks
 from layertap.models.compiled.compile import export_graph
-from layertap.models.compiled.cuda_graphs import CudaGraphs, capture_cuda_graphs
-from layertap.models.compiled.prepare import prepare_warm_plans
+from layertap.models.compiled.cuda_graphs import CudaGraph, capture_cuda_graphs
+from layertap.models.compiled.prepare import check_against_hooks, prepare_warm_plans
 from layertap.models.devices import transfer
 from layertap.models.plan.plan import Plan
 from layertap.models.plan.planner import make_plan
@@ -134,11 +133,11 @@ def test_served(tmp_path: Path) -> None:
     """Compiled and captured over HTTP: the numbers of a model with hooks, whoever asks beside."""
     warm = WarmSpec(("avgpool", "layer3"), pool="mean", compile="always", cuda_graphs=SIZES)
     place = tmp_path / "plans"
-    ready = prepare_warm_plans(load_model(replace(SPEC, warm=(warm,)), 1, 1), place)
+    ready = prepare_warm_plans(load_model(replace(SPEC, warm=(warm,)), 1, 1), place, compiles=True)
     (made,) = ready.graphs
     if made is None:
         pytest.skip("no graph can be compiled on this machine: the log says why")
-    assert isinstance(made.cuda_graphs[ready.replicas[0]], CudaGraphs)
+    assert isinstance(made.cuda_graphs[ready.replicas[0]][SIZES[0]], CudaGraph)
     hooked, replayed = replace(SPEC, name="hooked"), replace(SPEC, name="replayed", warm=(warm,))
     rows = np.random.default_rng(0).normal(size=(24, 3, 224, 224)).astype(np.float32)
 

@@ -35,39 +35,22 @@ VECTOR = (InputSpec("x", (4,)),)
     ids=lambda value: value if isinstance(value, str) else value.source,
 )
 def test_failed(spec: ModelSpec, reason: str) -> None:
-    """What can't be loaded is failed and says why, whoever raised what, and shows no path."""
-    registry = Registry([spec])
-    for _ in range(2):
-        with pytest.raises(LoadError):
-            registry.load(spec.name)
-        entry = registry.get_entry(spec.name)
-        assert (entry.state, entry.model) == ("failed", None)
-        assert reason in entry.reason
-        assert "/" not in entry.reason
+    """What can't be loaded says why, whoever raised what, and shows no path."""
+    with pytest.raises(LoadError) as raised:
+        Registry([spec]).load_model(spec)
+    said = f"{raised.value.detail}; {raised.value.hint}"
+    assert reason in said
+    assert "/" not in said
 
 
 def test_unloaded_is_freed() -> None:
     """Nothing holds an unloaded model's module: its memory is free at once, also after it ran."""
-    registry = Registry([net_spec("resnet")])
-    model = registry.load("resnet")
+    model = load_model(net_spec("resnet"))
     plan = make_plan([parse_selector("layer1"), parse_selector("bn1:input")], model.catalog)
     extract_plan(model, batch(model.inputs, 2), plan, model.catalog, 1)
     module = weakref.ref(model.module)
     del model
-    registry.unload("resnet")
     assert module() is None
-
-
-def test_states() -> None:
-    """A model is available, then ready; unloaded it is available and can be loaded again."""
-    registry = Registry([net_spec("Tied")])
-    assert registry.get_entry("Tied").state == "available"
-    for _ in range(2):
-        assert registry.get_entry("Tied").model is None
-        model = registry.load("Tied")
-        assert (registry.get_entry("Tied").state, registry.get_entry("Tied").model) == ("ready", model)
-        registry.unload("Tied")
-        assert registry.get_entry("Tied").state == "available"
 
 
 ROW = (InputSpec("x", (4,)),)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
 
-from layertap.models.spec import ModelSpec, WarmSpec
 from layertap.service.process import EXIT_FAILED
-from tests.nets import INPUTS
 from tests.service.conftest import Serve
 from tests.service.fatal_models import LIMIT
-from tests.service.gated_server import wait_until
-from tests.service.load_server import ROOT, process
+from tests.service.load_server import ROOT
 from tests.service.queue_harness import extract_request, post
-from tests.service.server_process import descendants, fatal_model_spec
+from tests.service.server_process import fatal_model_spec
 from tests.service.support import configured, picture, problem, raw, rows
 
 END_S, LOST_S = 30, 5
@@ -78,23 +73,3 @@ def test_status(words: tuple[str, ...], says: str) -> None:
             assert next(reply.iter_text()) == "last words"
             assert running.wait(2 * LOST_S) == EXIT_FAILED
         assert running.stdout.read() == says
-
-
-@pytest.mark.hard
-@pytest.mark.parametrize(
-    ("workers", "way", "status"), [(0, signal.SIGTERM, 0), (0, signal.SIGKILL, -signal.SIGKILL), (2, signal.SIGTERM, 0)]
-)
-def test_end_while_compiling(tmp_path: Path, compiler: str, workers: int, way: signal.Signals, status: int) -> None:
-    """A server that ends while a warm plan is compiled, even if killed: the compiler ends too and leaves nothing."""
-    warm = WarmSpec(("conv", "head"), compile=True)
-    spec = ModelSpec("chain", "python:tests.nets:Chain", "random:0", "cpu", inputs=INPUTS["Chain"], warm=(warm,))
-    plans = tmp_path / "cache" / "plans"
-    variables = {"LAYERTAP_CACHE_DIR": str(plans.parent), "LAYERTAP_WORKERS": str(workers), **DEADLINE}
-    with process([spec], tmp_path, wait=False, **variables) as server:
-        wait_until(lambda: list(plans.glob("tmp*")) != [])
-        children = descendants(server.running.pid)
-        assert children
-        server.running.send_signal(way)
-        assert server.running.wait(END_S) == status
-    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
-    assert list(plans.glob("tmp*")) == []

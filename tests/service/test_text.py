@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from layertap.models.run.model_catalogs import MAX_CATALOGS
+from layertap.models.run.model_info import MAX_CATALOGS
 from layertap.models.spec import ModelSpec
 from layertap.service.logs import JsonFormatter
 from tests.server import Live

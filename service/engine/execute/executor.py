@@ -20,7 +20,7 @@ import torch
 from layertap.models.devices import transfer
 from layertap.models.errors import LayertapError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.run.loaded_model import LoadedModel, MultiDeviceModel
+from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.batch import Batch, BatchResult, LastingFailure
 from layertap.service.engine.execute.batch_runner import BatchRunner, refuse
@@ -138,11 +138,9 @@ class InProcessExecutor(Executor):
     is idle again only once that has ended after all.
     """
 
-    def __init__(
-        self, model: LoadedModel | MultiDeviceModel, settings: Settings, decoder: Decoder | None = None
-    ) -> None:
+    def __init__(self, model: LoadedModel, settings: Settings, decoder: Decoder | None = None) -> None:
         """Without ``decoder``, threads decode."""
-        parts = {str(model.device): model} if isinstance(model, LoadedModel) else model.by_device
+        parts = model.by_device or {str(model.device): model}
         self._replicas = [(part, replica) for part in parts.values() for replica in part.replicas]
         devices = [name for name, part in parts.items() for _ in part.replicas]
         super().__init__(model, devices, decoder or Decoder(settings, settings.cpu_threads))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from layertap.models.devices import transfer
 from layertap.models.errors import LayertapError
@@ -16,7 +16,6 @@ from layertap.service.engine.batch import LastingFailure
 from layertap.service.engine.execute.batch_runner import find_lasting_failure
 from layertap.service.engine.execute.threads import wrap_error
 
-T = TypeVar("T")
 ModelFunction = Callable[[LoadedModel], Any]
 
 
@@ -51,8 +50,3 @@ def call_model(
         wrapped = wrap_error(error)
         return CallOutcome(wrapped, find_lasting_failure(wrapped, model, replica))
     return CallOutcome(result)
-
-
-def ask_catalogs(model: LoadedModel, method: Callable[..., T], **arguments: Any) -> T:
-    """Call a method of the model's catalogs."""
-    return method(model.catalogs, **arguments)

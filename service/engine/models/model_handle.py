@@ -18,7 +18,7 @@ from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.plan import ResolvedObjective, Tap
 from layertap.models.registry import ModelEntry
 from layertap.models.run.loaded_model import LoadedModel
-from layertap.models.run.model_catalogs import ModelCatalogs
+from layertap.models.run.model_catalogs import find_grad_cam_layer, survey_shape, verify_resumption
 from layertap.models.run.model_info import ModelInfo
 from layertap.models.run.resumption import Resumption
 from layertap.models.run.row_check import write_note
@@ -26,7 +26,6 @@ from layertap.models.spec import Shapes
 from layertap.service.engine.batch import CPU, LastingFailure
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.executor import Executor
-from layertap.service.engine.execute.model_calls import ask_catalogs
 from layertap.service.engine.execute.processes.worker_process import ModelLostError
 from layertap.service.engine.execute.threads import run_in_new_thread
 from layertap.service.engine.models.surveys import Surveys
@@ -148,20 +147,20 @@ class ModelHandle:
         """
         catalogs = self.model.catalogs
         find, keep = partial(catalogs.get_catalog, shapes, functions=functions), partial(catalogs.put_catalog, shapes)
-        ask = partial(ask_catalogs, method=ModelCatalogs.survey, shapes=shapes, functions=functions)
+        ask = partial(survey_shape, shapes=shapes, functions=functions)
         return await self._find_or_ask(("survey", shapes, functions), find, keep, ask, deadline, seconds)
 
     async def verify_resumption(self, start: Tap, shapes: Shapes, deadline: float) -> Resumption:
         """How forwards of a shape resume from a tensor; SelectorError if they can't, DeadlineError."""
         known, key = self.model.catalogs.resumptions, (start.point, shapes)
-        ask = partial(ask_catalogs, method=ModelCatalogs.verify_resumption, start=start, shapes=shapes)
+        ask = partial(verify_resumption, start=start, shapes=shapes)
         find, keep = partial(known.get, key), partial(known.put, key)
         return await self._find_or_ask(("resumption", *key), find, keep, ask, deadline)
 
     async def find_grad_cam_layer(self, objective: ResolvedObjective, deadline: float) -> Tap:
         """The last layer with maps on which an objective depends; SelectorError if there is none, DeadlineError."""
         known = self.model.catalogs.grad_cam_layers
-        ask = partial(ask_catalogs, method=ModelCatalogs.find_grad_cam_layer, objective=objective)
+        ask = partial(find_grad_cam_layer, objective=objective)
         find, keep = partial(known.get, objective), partial(known.put, objective)
         return await self._find_or_ask(("grad_cam", objective), find, keep, ask, deadline)
 
@@ -299,7 +298,7 @@ class ModelHandle:
         """Rows turned out to affect each other: run each alone from now on, also after the next start."""
         if self.model.catalogs.crossing is not None:
             return
-        note = write_note(self._settings.cache_dir / "costs", self.model.identity, shared_answers)
+        note = write_note(self._settings.notes_dir, self.model.identity, shared_answers)
         self.model.catalogs.note_crossing(note)
         self._forget_requests()
         fields = {"model": self.name, "layer": layer, "shared_answers": shared_answers}

@@ -10,8 +10,7 @@ from layertap.models.devices.devices import resolve_device
 from layertap.models.lru_cache import LRUCache
 from layertap.models.points import Point
 from layertap.models.run.compiled_plan import CompiledPlan
-from layertap.models.run.model_catalogs import MAX_CATALOGS
-from layertap.models.run.model_info import ModelInfo
+from layertap.models.run.model_info import MAX_CATALOGS, ModelInfo
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.settings import Settings

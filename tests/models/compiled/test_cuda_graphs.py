@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.compiled.benchmark import check_against_hooks
-from layertap.models.compiled.cuda_graphs import CudaGraph, CudaGraphs
+from layertap.models.compiled.cuda_graphs import CudaGraph
+from layertap.models.compiled.prepare import check_against_hooks
 from layertap.models.plan.plan import Plan
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.selectors import parse_selector
@@ -58,7 +58,7 @@ def kept(graph: Any, shape: tuple[int, ...], rows: int, pool: Tensor | None = No
     """A replay of so many rows."""
     inputs = (torch.full((rows, *shape), torch.nan),)
     outputs = tuple(torch.full_like(value, torch.nan) for value in graph.run(list(inputs)))
-    return CudaGraph(rows, inputs, outputs, Again(graph, inputs, outputs).replay, pool)
+    return CudaGraph(inputs, outputs, Again(graph, inputs, outputs).replay, pool)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def graphs(model: LoadedModel, plan: Plan) -> PlanGraphs:
     one, several = Counted(run), Counted(run)
     made = PlanGraphs(captures, tuple(spec.name for spec in model.inputs), one, several)
     known = {
-        own: CudaGraphs([kept(one if size == 1 else several, model.shapes[0], size) for size in reversed(SIZES)])
+        own: {size: kept(one if size == 1 else several, model.shapes[0], size) for size in reversed(SIZES)}
         for own in model.replicas
     }
     one.rows.clear()
@@ -141,7 +141,7 @@ def test_compared_with_hooks(model: LoadedModel, plan: Plan, graphs: PlanGraphs,
     """Replays are compared with the hooked forward: one that gives other numbers is found, for any of its sizes."""
     wrong = Counted(lambda rows: [value + shift for value in graphs.batch.run([rows])])
     own = model.replicas[0]
-    known = CudaGraphs([kept(wrong if size == 8 else graphs.batch, model.shapes[0], size) for size in SIZES])
+    known = {size: kept(wrong if size == 8 else graphs.batch, model.shapes[0], size) for size in SIZES}
     changed = replace(graphs, cuda_graphs={own: known})
     check_against_hooks(model, plan, changed, own, (1, 2, 4))
     if not shift:

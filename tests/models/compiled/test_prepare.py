@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.compiled.benchmark import (
-    MAX_PAIRS,
-    PAIRS_S,
-    keep_benchmark,
-    locate_benchmark,
-    measure_plan,
-    read_benchmark,
-)
+from layertap.models.compiled import prepare
 from layertap.models.compiled.compile import compute_key, export_graph
-from layertap.models.compiled.prepare import make_warm_plan, prepare_warm_plans
+from layertap.models.compiled.prepare import list_captures, make_warm_plan, prepare_warm_plans
 from layertap.models.plan.plan import Capture, Plan
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Objective, Reduction
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
-from layertap.models.run.compiled_plan import (
-    BATCH_ROWS,
-    CompiledPlan,
-    PairedSeconds,
-    PlanBenchmark,
-    PlanGraphs,
-    find_compiled_plan,
-)
-from layertap.models.run.costs import ForwardSeconds
+from layertap.models.run.compiled_plan import CompiledPlan, PlanGraphs, find_compiled_plan
 from layertap.models.run.loaded_model import LoadedModel
-from layertap.models.spec import WarmSpec
+from layertap.models.spec import Compile, WarmSpec
 from tests.conftest import WARM, net_spec
 from tests.loading import load_model
 from tests.marks import slow
@@ -58,8 +44,8 @@ def loaded() -> Callable[..., LoadedModel]:
 
 @pytest.fixture(scope="module")
 def warmed(plans: Path) -> LoadedModel:
-    """A small model with a graph that was compiled in a process of its own."""
-    return prepare_warm_plans(load_model(net_spec("Chain", warm=(WARM,)), 2, 1), plans)
+    """A small model with a graph that is compiled here."""
+    return prepare_warm_plans(load_model(net_spec("Chain", warm=(WARM,)), 2, 1), plans, compiles=True)
 
 
 def get_plan(model: LoadedModel) -> CompiledPlan:
@@ -146,7 +132,7 @@ def test_second_start(warmed: LoadedModel, plans: Path) -> None:
     again = prepare_warm_plans(load_model(warmed.spec, 1, 1), plans)
     assert get_graphs(again)
     assert {path.name: path.stat().st_mtime_ns for path in plans.iterdir()} == before
-    assert sorted(Path(name).suffix for name in before if not name.startswith("runner")) == [".json", ".pt2", ".pt2"]
+    assert sorted(Path(name).suffix for name in before if not name.startswith("runner")) == [".pt2", ".pt2"]
     known = (get_plan(again), None)
     assert find_compiled_plan(known, plan_for(again, "conv", "head")) is known[0]
     assert find_compiled_plan(known, plan_for(again, ".")) is None
@@ -168,31 +154,10 @@ def test_keys(loaded: Callable[..., LoadedModel]) -> None:
     assert len(keys) == 10
 
 
-def keep(model: LoadedModel, folder: Path, benchmark: PlanBenchmark) -> Path:
-    """The file of what an earlier start has measured."""
-    captures = tuple(result.capture for result in make_warm_plan(model, WARM).results)
-    paths = [folder / f"{compute_key(model, captures, kind)}.pt2" for kind in ("one", "several")]
-    path = locate_benchmark(paths, (), model.threads, model.device)
-    path.write_text(json.dumps(asdict(benchmark)))
-    return path
-
-
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Lines:
     """The fields of what was logged so far."""
     return lambda: [vars(each)["fields"] for each in caplog.records if "fields" in vars(each)]
-
-
-def test_hooks_that_are_quicker(loaded: Callable[..., LoadedModel], tmp_path: Path, lines: Lines) -> None:
-    """What the first start has found slower than hooks is not run, nor compiled, by any other; one line says so."""
-    model = loaded("Chain")
-    model = replace(model, spec=replace(model.spec, warm=(replace(WARM, compile=True),)))
-    path = keep(model, tmp_path, SLOW)
-    for _ in range(2):
-        prepared = prepare_warm_plans(model, tmp_path)
-        assert (prepared.compiled, prepared.benchmarks) == ((None,), (SLOW,))
-    assert lines() == [{"model": "Chain", "reason": "its graph takes 2.00 times as long as hooks"}] * 2
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
@@ -246,100 +211,55 @@ def test_folder_of_others(
     assert str(place) in lines()[0]["reason"]
 
 
-QUICK = PlanBenchmark(PairedSeconds(0.5, 0.25, 2.0), PairedSeconds(4.0, 1.0, 4.0), ForwardSeconds(0.25, 0.125, 1.5))
-SLOW = replace(QUICK, one=PairedSeconds(0.25, 0.5, 0.5), several=None)
-WHOLE: dict[str, Any] = asdict(QUICK)
+def test_without_a_compiler(
+    loaded: Callable[..., LoadedModel], tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What can't be compiled here runs with hooks; one line says what is missing."""
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    model = loaded("Chain")
+    model = replace(model, spec=replace(model.spec, warm=(WARM,)))
+    for compiles in (True, False):
+        assert prepare_warm_plans(model, tmp_path, compiles=compiles).compiled == (None,)
+    assert [line["reason"].partition(":")[0] for line in lines()] == ["there is no C++ compiler", "it is not compiled"]
 
 
-def test_kept(tmp_path: Path) -> None:
-    """What was measured once is what every later start reads, whatever that measures."""
-    path = tmp_path / "benchmark.json"
-    assert read_benchmark(path) is None
-    assert keep_benchmark(path, SLOW) == keep_benchmark(path, QUICK) == read_benchmark(path) == SLOW
-    assert list(tmp_path.iterdir()) == [path]
+class Slow:
+    """A graph that gives what another one gives, after a while; it stands for all that are on disk."""
 
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "\xff", "[1]", "[" * 100_000, json.dumps(WHOLE)[:-1], json.dumps(WHOLE | {"more": 1})),
-        *(json.dumps(WHOLE | {"one": WHOLE["one"] | {"speedup": x}}) for x in (-1, "x", float("nan"), 10**400)),
-    ],
-    ids=lambda text: text[:60],
-)
-def test_damaged_benchmark(tmp_path: Path, text: str) -> None:
-    """What is no benchmark counts for nothing, and is put right."""
-    path = tmp_path / "benchmark.json"
-    path.write_text(text, encoding="latin-1")
-    assert read_benchmark(path) is None
-    assert keep_benchmark(path, QUICK) == read_benchmark(path) == QUICK
-
-
-def test_where_nothing_can_be_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A model loads all the same, waits for nobody who would write to a pipe, and the log says what follows."""
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", tmp_path / "nowhere" / "benchmark.json"):
-        assert keep_benchmark(path, SLOW) == SLOW
-    assert "the next start may decide otherwise" in caplog.text
-
-
-@dataclass
-class Clock:
-    """Moves on by what a forward takes; every seventh forward of any kind takes ``disturbance`` times as long."""
-
-    hooks: float
-    graph: float
-    disturbance: float = 1.0
-    now: float = 0.0
-    runs: list[str] = field(default_factory=list)
-
-    def tick(self, kind: str) -> None:
-        self.runs.append(kind)
-        seconds = self.hooks if kind == "hooks" else self.graph
-        self.now += seconds * (1.0 if len(self.runs) % 7 else self.disturbance)
+    def __init__(self, program: Any, seconds: float) -> None:
+        self._graph, self._seconds = Plain(program), seconds
 
     def run(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Be a graph."""
-        self.tick("graph")
-        return [torch.zeros(len(inputs[0]), 5)]
+        time.sleep(self._seconds)
+        return self._graph.run(inputs)
 
 
-@pytest.fixture(scope="module")
-def chain() -> LoadedModel:
-    return load_model(net_spec("Chain"), 1, 1)
-
-
-@pytest.fixture
-def plan(chain: LoadedModel) -> Plan:
-    return make_plan([parse_selector("head")], chain.catalog)
-
-
-def measure(model: LoadedModel, plan: Plan, clock: Clock) -> PlanBenchmark:
-    """The benchmark, but for the graph's own costs, which are of real time."""
-    captures, names = tuple(plan.captures), tuple(spec.name for spec in model.inputs)
-    graphs = PlanGraphs(captures, names, clock, clock)
-    with model.module.register_forward_pre_hook(lambda *_: clock.tick("hooks")):
-        return measure_plan(model, plan, graphs, lambda: clock.now)
-
-
-@pytest.mark.parametrize(("hooks", "graph"), [(0.25, 0.125), (0.125, 0.25)])
-@pytest.mark.parametrize("disturbance", [1.0, 16.0])
-def test_seconds(chain: LoadedModel, plan: Plan, hooks: float, graph: float, disturbance: float) -> None:
-    """Forwards that something disturbs change nothing."""
-    benchmark = measure(chain, plan, Clock(hooks, graph, disturbance))
-    assert list(benchmark.by_rows) == [1, BATCH_ROWS]
-    for pairs in benchmark.by_rows.values():
-        assert (pairs.hooks, pairs.graph, pairs.speedup) == (hooks, graph, hooks / graph)
-    assert benchmark.speedup == pytest.approx(hooks / graph)
-    assert benchmark.pays == (graph < hooks)
-
-
-@pytest.mark.parametrize("seconds", [0.001, 0.1, 0.5, 20.0])
-def test_bounded(chain: LoadedModel, plan: Plan, seconds: float) -> None:
-    """A start does not wait for long: pairs end by number and by time, and a batch that would take long is left out."""
-    clock = Clock(seconds, seconds)
-    benchmark = measure(chain, plan, clock)
-    assert clock.runs.count("hooks") <= 2 * (MAX_PAIRS + 1)
-    # Only hooks, for the graph is measured alone as well: half of the time of pairs.
-    assert clock.runs.count("hooks") * seconds <= 2 * (PAIRS_S / 2 + 2 * seconds)
-    assert (benchmark.several is None) == (seconds > 0.4)
+@pytest.mark.parametrize(("compile_", "used"), [(True, False), ("always", True)])
+def test_hooks_that_are_quicker(
+    loaded: Callable[..., LoadedModel],
+    tmp_path: Path,
+    lines: Lines,
+    monkeypatch: pytest.MonkeyPatch,
+    compile_: Compile,
+    used: bool,
+) -> None:
+    """A graph that is slower than hooks is not run unless it always is; a later load of the model does the same."""
+    model = loaded("Chain")
+    model = replace(model, spec=replace(model.spec, warm=(replace(WARM, compile=compile_),)))
+    plan = make_warm_plan(model, model.spec.warm[0])
+    captures = list_captures(model, plan)
+    programs = {rows: export_graph(model, captures, batch(model.inputs, rows)) for rows in (1, 3)}
+    for kind in prepare.KINDS:
+        (tmp_path / f"{compute_key(model, captures, kind)}.pt2").touch()
+    seconds = 0.05
+    slow = cycle([Slow(programs[1], seconds), Slow(programs[3], seconds)])
+    monkeypatch.setattr(prepare, "open_graph", lambda *_: next(slow))
+    prepared = prepare_warm_plans(model, tmp_path)
+    assert [each is not None for each in (*prepared.compiled, *prepared.graphs)] == [used, used]
+    assert [line["reason"].startswith("its graph takes ") for line in lines()] == ([] if used else [True])
+    monkeypatch.setattr(prepare, "measure_plan", None)
+    assert prepare_warm_plans(model, tmp_path, earlier=prepared.compiled).compiled == prepared.compiled
+    if used:
+        (made,) = prepared.compiled
+        assert made is not None
+        assert made.costs.estimate_seconds(1) > seconds > made.hooked_costs.estimate_seconds(1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from itertools import count
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from layertap.models.catalog.catalog import Costs
 from layertap.models.devices import memory
 from layertap.models.hooks import attach
 from layertap.models.run import costs
-from layertap.models.run.costs import ForwardSeconds, add_reading, locate_history, make_costs
+from layertap.models.run.model_catalogs import survey_shape
 from layertap.models.run.replica import call_module
 from tests.conftest import Loader, net_spec
 from tests.loading import load_model
@@ -93,7 +92,7 @@ def test_as_it_was(load_fresh_net: Loader, name: str) -> None:
     forward = partial(call_module, module=model.module)
     with torch.no_grad():
         found = memory.measure_peak_bytes(forward, rows, model.module, CPU)
-    costs.measure_forward(forward, rows, CPU, crosses_rows=model.catalog.crosses_rows, max_threads=2)
+    costs.measure_costs(forward, rows, CPU, found, crosses_rows=model.catalog.crosses_rows, max_threads=2)
     assert found == model.catalog.costs.row_bytes >= sum(value.nbytes for value in rows.values())
     assert all(rows[key].equal(value) for key, value in before.items())
     assert all(value.equal(state[key]) for key, value in model.module.state_dict().items())
@@ -109,8 +108,8 @@ def test_a_forward_that_fails() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         peak(nn.Linear(4, 4), ones(1, 5))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        costs.measure_forward(
-            lambda rows: nn.Linear(4, 4)(rows["x"]), ones(1, 5), CPU, crosses_rows=False, max_threads=2
+        costs.measure_costs(
+            lambda rows: nn.Linear(4, 4)(rows["x"]), ones(1, 5), CPU, 1, crosses_rows=False, max_threads=2
         )
     assert _get_current_dispatch_mode() is None
     assert torch.get_num_threads() == before
@@ -120,21 +119,36 @@ def test_a_forward_that_fails() -> None:
 
 
 @pytest.mark.parametrize(("crosses_rows", "per_row"), [(False, 0.0625), (True, 0.125)])
-def test_reading_by_hand(monkeypatch: pytest.MonkeyPatch, crosses_rows: bool, per_row: float) -> None:
-    """Seconds of one row, of each further row and the speedup, from forwards whose times are known."""
+@pytest.mark.parametrize(("gain", "speedup"), [(2.0, 2.0), (costs.MIN_SPEEDUP - 0.01, 1.0)])
+def test_costs_by_hand(
+    monkeypatch: pytest.MonkeyPatch, crosses_rows: bool, per_row: float, gain: float, speedup: float
+) -> None:
+    """Seconds of a batch, of each row and the speedup, from forwards whose times are known and sometimes disturbed."""
+    calls = count(1)
+
+    def take(forward: object, rows: Rows, device: object) -> float:
+        seconds = (1 + len(rows["x"])) / 16 / (gain if torch.get_num_threads() > 1 else 1)
+        return seconds * (1 if next(calls) % 7 else 16)
+
     monkeypatch.setattr(costs, "MIN_THREADED_S", 0.0)
-    monkeypatch.setattr(
-        costs, "_measure_seconds", lambda forward, rows, device: (1 + len(rows["x"])) / 16 / torch.get_num_threads()
-    )
-    reading = costs.measure_forward(lambda rows: None, ones(1, 4), CPU, crosses_rows=crosses_rows, max_threads=2)
-    assert reading == ForwardSeconds(one=0.125, per_row=per_row, speedup=2.0)
-    assert make_costs([ForwardSeconds(0.25, 0.125, costs.MIN_SPEEDUP - 0.01)], 1).speedup == 1.0
+    monkeypatch.setattr(costs, "_measure_seconds", take)
+    found = costs.measure_costs(lambda rows: None, ones(1, 4), CPU, 5, crosses_rows=crosses_rows, max_threads=2)
+    assert found == Costs(base=0.125 - per_row, per_row=per_row, row_bytes=5, speedup=speedup)
+
+
+def test_one_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward of many seconds runs once."""
+    runs: list[float] = []
+    monkeypatch.setattr(costs, "_measure_seconds", lambda *_: runs.append(4.0) or runs[-1])
+    found = costs.measure_costs(lambda rows: None, ones(1, 4), CPU, 5, crosses_rows=False, max_threads=2)
+    assert found == Costs(base=0.0, per_row=4.0, row_bytes=5)
+    assert len(runs) == 1
 
 
 def test_another_shape(load_fresh_net: Loader) -> None:
     """A much larger input costs more, as measured."""
     model = load_fresh_net("Chain")
-    larger = model.catalogs.survey(((3, 256, 256),))
+    larger = survey_shape(model, ((3, 256, 256),))
     assert larger.seconds > 2 * model.catalog.seconds
     assert larger.costs.estimate_seconds(1) == pytest.approx(larger.seconds * larger.costs.speedup, rel=0.01)
     assert larger.costs.row_bytes > 100 * model.catalog.costs.row_bytes
@@ -143,45 +157,5 @@ def test_another_shape(load_fresh_net: Loader) -> None:
 def test_shape_that_takes_long() -> None:
     """A model whose time does not grow as what its layers return costs what it was seen to take."""
     model = load_model(replace(net_spec("Chain"), source="python:tests.nets:SlowOnWide"))
-    costs = [model.catalogs.survey((shape,)).costs.estimate_seconds(1) for shape in ((3, 9, 8), (3, 8, 9))]
+    costs = [survey_shape(model, (shape,)).costs.estimate_seconds(1) for shape in ((3, 9, 8), (3, 8, 9))]
     assert costs[0] < SlowOnWide.SECONDS <= costs[1]
-
-
-# Costs in catalogs
-
-
-USUAL = ForwardSeconds(one=0.25, per_row=0.125, speedup=1.5)
-DISTURBED = ForwardSeconds(one=4.0, per_row=2.0, speedup=0.5)
-
-
-@pytest.mark.parametrize(
-    "text", ["\xff", "[{}]", '[{"one": -1, "per_row": 1, "speedup": 1}]', "[" * 100_000], ids=lambda text: text[:60]
-)
-def test_history(tmp_path: Path, text: str) -> None:
-    """What is no list of readings counts for nothing, and is put right; then one disturbed load decides nothing."""
-    path = tmp_path / "costs" / "model.json"
-    path.parent.mkdir()
-    path.write_text(text, encoding="latin-1")
-    assert add_reading(path, DISTURBED) == [DISTURBED]
-    add_reading(path, USUAL)
-    readings = add_reading(path, USUAL)
-    assert readings == [DISTURBED, USUAL, USUAL]
-    assert make_costs(readings, 1) == Costs(base=0.125, per_row=0.125, row_bytes=1, speedup=1.5)
-
-
-def test_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder has so many files, and no more; no half of one is left."""
-    monkeypatch.setattr(costs, "MAX_FILES", 3)
-    for number in range(5):
-        add_reading(locate_history(tmp_path, number), USUAL)
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 3
-
-
-def test_models(tmp_path: Path) -> None:
-    """A model finds its own readings again, whatever its weights are; another one has others."""
-    spec = net_spec("Chain")
-    for each in (spec, replace(spec, weights="random:1"), net_spec("Tied")):
-        load_model(each, 1, 1, costs_folder=tmp_path)
-    assert sorted(len(json.loads(file.read_bytes())) for file in tmp_path.iterdir()) == [1, 2]
-    load_model(spec, 1, 2, costs_folder=tmp_path)
-    assert len(list(tmp_path.iterdir())) == 3

@@ -15,7 +15,8 @@ from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Reduction
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.loaded_model import LoadedModel
-from layertap.models.run.model_catalogs import MAX_CATALOGS
+from layertap.models.run.model_catalogs import survey_shape
+from layertap.models.run.model_info import MAX_CATALOGS
 from layertap.models.spec import ModelSpec
 from tests.conftest import Loader
 from tests.loading import load_model
@@ -128,10 +129,10 @@ def test_catalogs_bound(load_fresh_net: Loader) -> None:
     model = load_fresh_net("Chain")
     own = model.catalog
     shapes = [((3, 8 + more, 8),) for more in range(1, MAX_CATALOGS + 3)]
-    first = model.catalogs.survey(shapes[0])
+    first = survey_shape(model, shapes[0])
     for shape in shapes[1:]:
-        model.catalogs.survey(shape)
-        assert model.catalogs.survey(shapes[0]) is first
+        survey_shape(model, shape)
+        assert survey_shape(model, shapes[0]) is first
     assert model.catalog is own
     kept = [shape for shape in shapes if model.catalogs.get_catalog(shape) is not None]
     assert kept == [shapes[0], *shapes[-(MAX_CATALOGS - 2) :]]

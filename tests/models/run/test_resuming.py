@@ -19,6 +19,7 @@ from layertap.models.plan.requested import Objective, Selector
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
 from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.model_catalogs import verify_resumption
 from layertap.models.run.resumption import Resumption, find_start
 from layertap.models.run.resumption_proof import verify_resumable
 from layertap.models.spec import InputSpec, ModelSpec
@@ -33,7 +34,7 @@ ROW = InputSpec("x", (4,))
 
 
 def resumed(model: LoadedModel, layer: str) -> Resumption:
-    return model.catalogs.verify_resumption(find_start(parse_selector(layer), model.catalog), model.shapes)
+    return verify_resumption(model, find_start(parse_selector(layer), model.catalog), model.shapes)
 
 
 def plan_of(known: Resumption, *texts: str, objective: Objective | None = None) -> Plan:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from layertap.models.errors import LoadError
+from layertap.models.hooks.attach import count_hooks
 from layertap.models.inputs.preprocess import preprocess
 from layertap.models.plan.plan import Capture
 from layertap.models.plan.planner import make_plan
@@ -26,6 +27,7 @@ from layertap.models.plan.requested import Reduction
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
 from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.model_catalogs import survey_shape
 from layertap.models.sources import build
 from layertap.models.sources.state_dict import digest_weights
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
@@ -60,7 +62,7 @@ def refused(folder: Path | str, **fields: Any) -> str:
 
 
 def shapes(model: LoadedModel, rows: Rows) -> Any:
-    return model.catalogs.survey(tuple(tuple(rows[spec.name].shape[1:]) for spec in model.inputs))
+    return survey_shape(model, tuple(tuple(rows[spec.name].shape[1:]) for spec in model.inputs))
 
 
 def extracted(model: LoadedModel, rows: Rows, *names: str) -> dict[str, Tensor]:
@@ -111,7 +113,7 @@ def test_nothing_beside_what_is_computed(tmp_path: Path) -> None:
     model = loaded(tmp_path)
     assert {info.path for info in model.catalog.layers["."].calls[0].output.tensors} == {("logits",)}
     assert model.module.training is False
-    assert (model.hooks, model.replicas[0].own_hooks) == (0, 0)
+    assert (model.hooks, count_hooks(model.module)) == (0, 0)
 
 
 @pytest.mark.parametrize(

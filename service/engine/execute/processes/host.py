@@ -10,7 +10,7 @@ import gc
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar, cast
@@ -23,6 +23,7 @@ from layertap.models.errors import Failure, LayertapError, LoadError, make_load_
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.preprocess import LibraryProcessor
 from layertap.models.loading import load_model
+from layertap.models.run.compiled_plan import CompiledPlan
 from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.model_info import ModelInfo
 from layertap.models.sources.python import add_search_folders
@@ -54,8 +55,8 @@ class HostOptions:
     ``folders``: search folders for users' own models. ``worker_bytes``: the memory that each worker may allocate.
     ``plans``: the folder of the graphs of warm plans; without it they run with hooks. ``pictures``: the model is in the
     server's own process, the host loads nothing and sends None, and its workers only decode pictures for these inputs.
-    ``reload``: requests wait for a model that was loaded before, so nothing is compiled, and the host waits for no
-    turn.
+    ``earlier``: the compiled plans of the first load, if requests wait for a model that was loaded before: they are not
+    measured again, and the host waits for no turn.
     """
 
     spec: ModelSpec
@@ -64,7 +65,7 @@ class HostOptions:
     worker_bytes: int
     plans: Path | None
     pictures: ModelInputs | None = None
-    reload: bool = False
+    earlier: Sequence[CompiledPlan | None] | None = None
 
 
 def run_model_host(options: HostOptions, channel: Channel) -> None:
@@ -95,16 +96,16 @@ def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo | None, Cre
     settings = options.settings
     if options.pictures is not None:
         return None, partial(DecodingWorker, options.pictures, settings)
-    take_turn = nullcontext if options.reload else partial(_take_turn, channel)
+    take_turn = nullcontext if options.earlier is not None else partial(_take_turn, channel)
     model = load_model(
         options.spec,
         threads=settings.cpu_threads,
-        costs_folder=settings.cache_dir / "costs",
+        notes=settings.notes_dir,
         run_survey=run_in_copy,
         take_turn=take_turn,
     )
     if options.plans:
-        model = prepare_warm_plans(model, options.plans, run_in_copy, take_turn, options.reload)
+        model = prepare_warm_plans(model, options.plans, run_in_copy, take_turn, earlier=options.earlier)
     return _describe(model), partial(Worker, model, settings)
 
 
@@ -156,14 +157,12 @@ def _try(function: Callable[[], T]) -> T | LayertapError:
 def _describe(model: LoadedModel) -> ModelInfo:
     """The model as the server sees it, without a tokenizer or library processor: the workers run these."""
     gc.collect()
-    info = ModelInfo(**{each.name: getattr(model, each.name) for each in fields(ModelInfo)})
-    info = replace(info, process_bytes=measure_private_bytes())
-    inputs, text = info.model_inputs, info.model_inputs.text
+    inputs, text = model.model_inputs, model.text
     if isinstance(inputs.preprocess, LibraryProcessor):
         inputs = replace(inputs, preprocess=replace(inputs.preprocess, run=refuse_here))
     if text is not None and text.encode is not None:
         inputs = replace(inputs, text=replace(text, encode=refuse_here))
-    return replace(info, model_inputs=inputs)
+    return model.describe(model_inputs=inputs, process_bytes=measure_private_bytes())
 
 
 def refuse_here(given: object, *_: object) -> NoReturn:

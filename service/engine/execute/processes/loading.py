@@ -12,7 +12,7 @@ import torch
 from layertap.models.devices import memory
 from layertap.models.devices.devices import list_devices, resolve_device
 from layertap.models.registry import load_ready_model
-from layertap.models.run.loaded_model import LoadedModel, MultiDeviceModel, join_devices
+from layertap.models.run.loaded_model import LoadedModel, join_devices
 from layertap.models.run.model_info import ModelInfo
 from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
@@ -30,21 +30,24 @@ from layertap.service.settings import MIN_WORKER_MEMORY_BYTES, Settings
 MEMORY_SHARE = 0.5  # of the memory that is free at loading: the share of all workers of a model
 
 
-def load(spec: ModelSpec, settings: Settings, metrics: Metrics, *, warm: bool = True) -> ModelInfo:
+def load(
+    spec: ModelSpec, settings: Settings, metrics: Metrics, *, warm: bool = True, compiles: bool = False
+) -> ModelInfo:
     """Load a model where it will run; LoadError. ``metrics`` count its workers' restarts.
 
     Models on a GPU run in this process: a forked process can't use the device's memory. Without ``warm``, all models
-    run with hooks.
+    run with hooks; ``compiles``: graphs of warm plans are compiled if they are missing, in this process.
     """
-    plans, costs = settings.cache_dir / "plans" if warm else None, settings.cache_dir / "costs"
+    plans = settings.cache_dir / "plans" if warm else None
     if settings.workers and not spec.devices and resolve_device(spec.device).type == "cpu":
         return load_in_host(spec, settings, plans, partial(metrics.count, "worker_restarts_total"))
     replicas = 1 if spec.devices else settings.replicas  # a CPU that stands in for a GPU runs one, too
-    options = (replicas, settings.cpu_threads, settings.gpu_streams, plans, costs)
+    options = (replicas, settings.cpu_threads, settings.gpu_streams, settings.notes_dir, plans)
+    load_here = partial(load_ready_model, compiles=compiles)
     if not spec.devices:
-        return load_ready_model(spec, *options)
+        return load_here(spec, *options)
     parts = {name: replace(spec, device=name, devices=()) for name in list_devices(spec.devices)}
-    return join_devices(spec, {name: load_ready_model(part, *options) for name, part in parts.items()})
+    return join_devices(spec, {name: load_here(part, *options) for name, part in parts.items()})
 
 
 def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> Executor:
@@ -54,9 +57,9 @@ def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> E
     """
     if isinstance(model, HostedModel):
         return ProcessExecutor(model, WorkerPool(model.host), settings)
-    if not isinstance(model, (LoadedModel, MultiDeviceModel)):
+    if not isinstance(model, LoadedModel):
         raise TypeError(f"unknown kind of model: {type(model).__name__}")
-    device = next(iter(model.by_device)) if isinstance(model, MultiDeviceModel) else str(model.device)
+    device = next(iter(model.by_device), str(model.device))
     if settings.workers and device != CPU and model.model_inputs.takes_pictures:
         decoder = create_decoder(model, settings, partial(metrics.count, "worker_restarts_total"))
         return InProcessExecutor(model, settings, decoder)
@@ -86,7 +89,7 @@ def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_res
     return HostedModel(host=host, **{each.name: getattr(info, each.name) for each in fields(ModelInfo)})
 
 
-def create_decoder(model: LoadedModel | MultiDeviceModel, settings: Settings, on_restart: OnRestart) -> WorkerDecoder:
+def create_decoder(model: LoadedModel, settings: Settings, on_restart: OnRestart) -> WorkerDecoder:
     """Start processes that decode the pictures of a model in this process; LoadError. ``on_restart`` as above.
 
     Texts are tokenized here, because a tokenizer can't be sent to another process.

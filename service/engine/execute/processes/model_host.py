@@ -122,11 +122,11 @@ class ModelHost:
 
     def _load(self) -> ModelInfo | None:
         started, oom_kills = time.monotonic(), count_oom_kills()
-        again = self._load_seconds > 0.0
+        again = self._options.earlier is not None
         seconds = max(MIN_RELOAD_SECONDS, RELOAD_FACTOR * self._load_seconds) if again else LOAD_SECONDS
         with label_failures("killed"):
             if not self._closed:
-                self._forker = start_host(replace(self._options, reload=again))
+                self._forker = start_host(self._options)
             if self._closed or self._forker is None:  # meanwhile: ``close`` found no process to end
                 raise LoadError(f"model {self.name} is unloaded")
         try:
@@ -147,7 +147,9 @@ class ModelHost:
             raise LoadError(
                 "it is another model than before: its weights have changed, or the graphs of its warm plans"
             )
-        self._identity, self._load_seconds = identity, self._load_seconds or time.monotonic() - started
+        if not again:
+            self._identity, self._load_seconds = identity, time.monotonic() - started
+            self._options = replace(self._options, earlier=answer.compiled if answer is not None else ())
         return answer
 
     def _receive_model(self, channel: Channel, deadline: float) -> ModelInfo | LayertapError | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from layertap.models.errors import LayertapError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.model_catalogs import verify_resumption
 from layertap.models.run.resumption import Resumption
 from layertap.service.allocator import release_memory
 from layertap.service.engine.batch import (
@@ -155,7 +156,7 @@ class Worker(DecodingWorker):
         if (known := prepared.spec.resumption) is None:
             return prepared
         shapes = tuple(each.shape for each in known.inputs)
-        resumption = self._model.catalogs.verify_resumption(known.start, shapes)
+        resumption = verify_resumption(self._model, known.start, shapes)
         return replace(prepared, spec=replace(prepared.spec, resumption=resumption))
 
     def _decode_pictures(self, index: int, first_row: int, pictures: Sequence[Data]) -> Rows:
