@@ -12,7 +12,7 @@ from layertap.models.catalog.row_tensor import is_near
 from layertap.models.catalog.taint import MarkedMemory
 from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
-from layertap.models.devices.turns import draw_alone
+from layertap.models.devices.turns import block_construction
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors
 from layertap.models.inputs.model_inputs import POSITIONS, TextSpec, number_tokens
 from layertap.models.inputs.noise import LOUDER, copy_rows, make_noise
@@ -39,7 +39,7 @@ def is_same_again(run: Forward, row: Inputs, output: TensorsByPath) -> bool:
     for change in (_transpose, lambda value: value * LOUDER):
         floats = {name: change(value) for name, value in row.items() if value.is_floating_point()}
         try_forward(run, copy_rows(row) | floats)
-    with draw_alone():
+    with block_construction():
         return all(has_same_values(output, run_alone(run, row), ROUNDING) for _ in range(2))
 
 

@@ -69,7 +69,7 @@ take_turn = _TURNS.measure
 
 
 @contextmanager
-def draw_alone() -> Iterator[None]:
+def block_construction() -> Iterator[None]:
     """Run a model inside while no other thread constructs one, which would set the generator to a state that recurs.
 
     Waits at most ``TURN_TIMEOUT_S``: a model that runs may hang.
@@ -92,7 +92,7 @@ def construct_alone(seed: int | None) -> Iterator[None]:
     """
     # Do not initialise CUDA.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with _CONSTRUCTION, draw_alone(), torch.random.fork_rng(devices):
+    with _CONSTRUCTION, block_construction(), torch.random.fork_rng(devices):
         if seed is not None:
             torch.manual_seed(seed)
         try:

@@ -8,7 +8,7 @@ from threading import Event
 import torch
 from torch import nn
 
-from layertap.models.devices.turns import construct_alone, draw_alone
+from layertap.models.devices.turns import block_construction, construct_alone
 from layertap.models.sources.state_dict import digest_weights
 
 
@@ -63,7 +63,7 @@ def test_none_while_another_draws() -> None:
         with construct_alone(0):
             assert goes_on.is_set()
 
-    with ThreadPoolExecutor(1) as pool, draw_alone():
+    with ThreadPoolExecutor(1) as pool, block_construction():
         waiting = pool.submit(construct)
         assert waits.wait(60)
         goes_on.set()
