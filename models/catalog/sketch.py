@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layertap.models.devices.plain_tensors import to_plain, view_bytes
+from layertap.models.devices.transfer import to_plain, view_bytes
 
 BINS = 16
 WIDTHS = (torch.int64, torch.int32, torch.int16, torch.uint8)

@@ -1,4 +1,4 @@
-"""Copy batches to a device and results from it; on a GPU in the current stream of the calling thread.
+"""Tensors as plain memory, copied to a device and from it; on a GPU in the current stream of the calling thread.
 
 Code that only a GPU needs is in this module: other devices have nothing to wait for or to release. Copies from and to
 pinned memory run while threads go on. torch caches pinned memory and reuses it once no copy uses it, but never returns
@@ -13,8 +13,6 @@ from math import prod
 
 import torch
 from torch import Tensor
-
-from layertap.models.devices.plain_tensors import view_bytes
 
 ALIGNMENT = 16  # bytes; enough for every dtype
 MAX_PINNED_BYTES = 2**26  # of one batch, or of one batch's results; larger ones use pageable memory
@@ -117,3 +115,21 @@ def unpack(data: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
         tensors.append(data[start : start + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape))
         start += tensor.nbytes + -tensor.nbytes % ALIGNMENT
     return tensors
+
+
+def is_of_export(value: torch.Tensor) -> bool:
+    """Whether torch exports a forward with it: it stands for a dense tensor, and has no numbers."""
+    return type(value).__module__.startswith("torch._subclasses.")
+
+
+def to_plain(value: torch.Tensor) -> torch.Tensor:
+    """The same numbers without a graph, a class of their own, or a conjugate or negative that is still to be taken."""
+    plain = value.detach()
+    return (plain if is_of_export(plain) else plain.as_subclass(torch.Tensor)).resolve_conj().resolve_neg()
+
+
+def view_bytes(value: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor's values in their order, (bytes,), uint8, on its device; a view where possible."""
+    plain = to_plain(value).contiguous()
+    # With a single entry any strides count as contiguous, and a stride of 0 can't be viewed as another dtype.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

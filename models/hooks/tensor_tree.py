@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from layertap.models.devices.plain_tensors import is_of_export
+from layertap.models.devices.transfer import is_of_export
 from layertap.models.errors import InputError, escape
 
 Path = tuple[str, ...]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from layertap.models.devices.plain_tensors import view_bytes
+from layertap.models.devices.transfer import view_bytes
 from layertap.models.devices.turns import has_default_dtype, restore_default_dtype
 from layertap.models.hooks.tensor_tree import find_refused
 

@@ -26,7 +26,7 @@ from zipfile import ZipFile
 import torch
 from torch import Tensor, nn
 
-from layertap.models.devices.plain_tensors import view_bytes
+from layertap.models.devices.transfer import view_bytes
 from layertap.models.grammar import SOURCES
 from layertap.models.hooks.tensor_tree import find_refused
 

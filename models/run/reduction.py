@@ -18,7 +18,7 @@ from torch import Tensor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.devices import DTYPES
-from layertap.models.devices.plain_tensors import to_plain
+from layertap.models.devices.transfer import to_plain
 from layertap.models.plan.poolings import POOLINGS
 from layertap.models.plan.projections import project
 from layertap.models.plan.requested import BY_AXIS, Reduction

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from layertap.models.devices.plain_tensors import view_bytes
+from layertap.models.devices.transfer import view_bytes
 from layertap.models.errors import LoadError, escape, find_nearest, format_names, label_failures
 from layertap.models.sources.adapters import insert_adapter, list_adapter_names, make_unmerged_error
 from layertap.models.sources.checkpoints import StateDict, fit_names

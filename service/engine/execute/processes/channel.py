@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from layertap.models.devices.plain_tensors import view_bytes
+from layertap.models.devices.transfer import view_bytes
 from layertap.models.plan.requested import TensorData
 from layertap.service.inputs.items import ImageItem
 
