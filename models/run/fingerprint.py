@@ -16,7 +16,7 @@ import re
 import secrets
 from collections.abc import Container, Iterable
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -31,6 +31,7 @@ from layertap.models.spec import Decode, InputSpec, Preprocessed, Tower
 RECIPE = 1  # raise it when the meaning of a pooling, a preprocessing step or a decoder changes
 SURVEYED = frozenset({"values", "longest", "long_axis", "example"})  # fields of an input that say what a survey sends
 FOUND = frozenset({"info", "source", "is_view"})  # fields of a change that come from a catalog or another input
+Variant = Literal["prompt", "sources", "dimensions", "batch"]
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -90,9 +91,14 @@ def digest_rows(
     return _digest([of_tower, preprocessed, shapes], model) if preprocessed else of_tower
 
 
-def digest_prompt(model: str, prompt: str) -> str:
-    """The model's part for texts with a prompt other than its own in front."""
-    return _digest([RECIPE, "prompt", model, prompt], model)
+def digest_variant(digest: str, variant: Variant, *parts: object) -> str:
+    """A fingerprint, or a part of one, of what differs from what has ``digest``.
+
+    ``prompt``: texts have another prompt in front than the model's own; ``sources``: changes use tensors of other
+    inputs, and ``parts`` are the changes made to these; ``dimensions``: vectors are cut to their first ones;
+    ``batch``: rows depend on the other rows of their batch.
+    """
+    return _digest([RECIPE, variant, digest, *parts], digest)
 
 
 def digest_result(
@@ -123,21 +129,6 @@ def digest_changes(changes: Iterable[ResolvedIntervention | ResolvedObjective], 
     """
     parts = [_describe_change(each) for each in changes]
     return _digest([parts, start]) if parts or start else None
-
-
-def digest_sources(result: str, changes: Iterable[str]) -> str:
-    """The fingerprint of a result whose changes use tensors of other inputs, with the changes made to those inputs."""
-    return _digest([RECIPE, "sources", result, *changes], result)
-
-
-def digest_dimensions(result: str, dimensions: int) -> str:
-    """The fingerprint of a result whose vectors are cut to their first ``dimensions``."""
-    return _digest([RECIPE, "dimensions", result, dimensions], result)
-
-
-def digest_batch(result: str) -> str:
-    """The fingerprint of a result whose rows depend on the other rows of the batch."""
-    return _digest([RECIPE, "batch", result], result)
 
 
 def digest_reply(results: Iterable[str]) -> str:

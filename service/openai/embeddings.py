@@ -16,7 +16,7 @@ from layertap.models.errors import Fault, InputError, RequestError, SelectorErro
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.requested import Embedding
 from layertap.models.plan.selectors import parse_selector
-from layertap.models.run.fingerprint import digest_dimensions
+from layertap.models.run.fingerprint import digest_variant
 from layertap.models.spec import Truncate
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import UnsupportedMediaError
@@ -244,4 +244,5 @@ def shorten(features: Features, dimensions: int) -> Features:
     shorter = vectors[:, :dimensions]
     lengths = np.linalg.norm(shorter, axis=1, keepdims=True)
     shorter = shorter / np.where(lengths == 0, np.float32(1), lengths)
-    return replace(features, arrays={key: shorter}, fingerprint=digest_dimensions(features.fingerprint, dimensions))
+    fingerprint = digest_variant(features.fingerprint, "dimensions", dimensions)
+    return replace(features, arrays={key: shorter}, fingerprint=fingerprint)

@@ -117,7 +117,7 @@ class PlannedRequest:
             row_bytes = plan.nbytes(1) + plan.projected_bytes + 2 * sum(capture.nbytes(1) for capture in extra)
         fingerprints = self.fingerprints
         if unsplittable:
-            fingerprints = {name: fingerprint.digest_batch(digest) for name, digest in fingerprints.items()}
+            fingerprints = {name: fingerprint.digest_variant(each, "batch") for name, each in fingerprints.items()}
         if not catalog.traits.deterministic:
             fingerprints = dict.fromkeys(fingerprints, fingerprint.make_unrepeatable())
         # Explicit position ids apply to all rows of a forward, and change the shapes in position layers.

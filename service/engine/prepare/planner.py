@@ -393,7 +393,7 @@ def _identify(planned: PlannedRequest) -> str:
     model, tower, shapes = planned.handle.model, planned.tower, planned.shapes
     identity, prompt = model.identity, find_prompt(planned.request, model)
     if model.text and prompt != model.text.default_prompt:
-        identity = fingerprint.digest_prompt(identity, prompt)
+        identity = fingerprint.digest_variant(identity, "prompt", prompt)
     reshaped = shapes if is_reshaped(tower, shapes) else None
     return fingerprint.digest_rows(identity, planned.preprocessed, reshaped, tower.tower)
 

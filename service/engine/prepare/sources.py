@@ -60,11 +60,12 @@ def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
         taken = extra[job.input_index]
         if taken:  # a tensor takes long to digest
             own = fingerprint.digest_changes(job.plan.resolved_interventions)
-            changes[job.input_index] = fingerprint.digest_sources(own or "", of_sources) if of_sources else own
+            of_changes = fingerprint.digest_variant(own or "", "sources", *of_sources) if of_sources else own
+            changes[job.input_index] = of_changes
             job = job.with_plan(extra=frozenset(taken))
         if of_sources:
             digests = job.prepared.fingerprints.items()
-            covered = {key: fingerprint.digest_sources(each, of_sources) for key, each in digests}
+            covered = {key: fingerprint.digest_variant(each, "sources", *of_sources) for key, each in digests}
             job = replace(job, prepared=replace(job.prepared, fingerprints=covered))
         prepared[job.input_index] = job
     return [prepared[job.input_index] for job in jobs]

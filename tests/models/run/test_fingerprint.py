@@ -18,17 +18,14 @@ from layertap.models.plan.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.plan.requested import LinearStep, Objective, Operation, Reduction, Selector, TensorData
 from layertap.models.points import Point
 from layertap.models.run.fingerprint import (
-    digest_batch,
     digest_changes,
-    digest_dimensions,
     digest_explanation,
     digest_model,
     digest_named_architecture,
-    digest_prompt,
     digest_reply,
     digest_result,
     digest_rows,
-    digest_sources,
+    digest_variant,
     get_proven_part,
     make_unproven,
     make_unrepeatable,
@@ -205,12 +202,12 @@ def test_what_is_made_of_doubtful_ones(make: Callable[[], str]) -> None:
         (
             digest_rows(each, "caller", None),
             digest_rows(each, "", None, "text"),
-            digest_prompt(each, "query"),
+            digest_variant(each, "prompt", "query"),
             digest_result(each, POINT, Reduction()),
             digest_explanation("occlusion", ["a", each]),
-            digest_sources(each, ["change"]),
-            digest_dimensions(each, 8),
-            digest_batch(each),
+            digest_variant(each, "sources", "change"),
+            digest_variant(each, "dimensions", 8),
+            digest_variant(each, "batch"),
             digest_reply(["a", each]),
         )
         for each in (make(), make())
