@@ -71,7 +71,8 @@ class Result(Mapping[str, Array]):
 
     def __repr__(self) -> str:
         left_out = f", {len(self.skipped)} left out" if self.skipped else ""
-        head = [f"{self.rows} rows{left_out} of {self.model}", f"fingerprint {self.fingerprint}", *self.warnings]
+        count = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        head = [f"{count}{left_out} of {self.model}", f"fingerprint {self.fingerprint}", *self.warnings]
         rows = [
             (name, str(array.shape), array.dtype.name, *_measure(array), self.fingerprints.get(name, "")[:8])
             for name, array in self.arrays.items()
