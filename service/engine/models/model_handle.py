@@ -232,8 +232,11 @@ class ModelHandle:
 
     async def _keep_loaded(self) -> None:
         """Load the model, and load it again each time its process dies, until that fails for good."""
-        deaths = 0  # in a row
+        deaths, pause = 0, 0.0  # deaths in a row
         while True:
+            self.entry.state = "loading"
+            self._set("loading")
+            await asyncio.sleep(pause)
             self._began = time.monotonic()
             try:
                 await (self.executor.restart() if self._has_loaded else self._begin())
@@ -247,29 +250,25 @@ class ModelHandle:
                     self._fail(error)
                 if kind not in PASSING:
                     return
+                await self._wait_for_room(deaths)
+                pause = 0.0
             else:
                 self._succeed()
                 loaded = time.monotonic()
                 await self.executor.wait_until_lost()
                 deaths = 1 + (deaths if time.monotonic() - loaded < LONGEST_PAUSE_S else 0)
                 log.warning("a model's process has died, and is started again", extra={"fields": {"model": self.name}})
-                self._set_loading()
+                pause = _choose_pause(deaths)
+
+    async def _wait_for_room(self, deaths: int) -> None:
+        """Pause after a load that ended in this many deaths in a row, longer while other models use the memory."""
+        await asyncio.sleep(_choose_pause(deaths))
+        while self.state == "failed":
+            with suppress(UnavailableError):
+                self._make_room()
+                break
+            deaths += 1
             await asyncio.sleep(_choose_pause(deaths))
-            while self.state == "failed" and not self._has_room():
-                deaths += 1
-                await asyncio.sleep(_choose_pause(deaths))
-            self._set_loading()
-
-    def _has_room(self) -> bool:
-        try:
-            self._make_room()
-        except UnavailableError:
-            return False
-        return True
-
-    def _set_loading(self) -> None:
-        self.entry.state = "loading"
-        self._set("loading")
 
     async def _begin(self) -> None:
         """Load the model for the first time, and schedule its batches."""
