@@ -22,69 +22,49 @@ GridSize = Annotated[tuple[int, int], WithJsonSchema({"type": "array", "items": 
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """Where one result came from and what was done to it.
-
-    ``captured`` and ``dtype`` are those of the tensor the hook saw, before pooling and casting; where inputs have
-    several shapes ``captured`` is that of one input, None where they differ, and ``fingerprints`` has each row's, where
-    these do. ``path`` leads into a structured value ("[logits]") and is empty for a single tensor. ``function``
-    ("add#0") is set if the value belongs to a function that the layer calls. ``row_axis`` is the axis of the result
-    that holds the rows, None if all rows share it. Each row has ``entries_per_row`` consecutive entries on it, unless
-    ``row_order`` is "forward": then in the order that a hook on the model sees. ``stats`` names the columns of
-    statistics, ``by`` and ``over`` what they are grouped by and computed over, ``edges`` the bins of a histogram.
-    ``how`` says where attention comes from: "observed" (the model's own softmax), "recomputed" (beside a fused kernel)
-    or "unfused" (for its gradient or a change, without that kernel). ``resumed`` names the layer whose output was sent
-    in place of the model's inputs. ``forward`` is "compiled" if a warm plan's graph answered. ``classes``: for
-    gradients of the highest score, the top class of each row; ``labels`` their names. ``rows_per_forward`` is set if
-    rows affect each other. ``token_counts``: how many tokens each text has without padding. ``truncated``: how many
-    tokens each text was truncated by, if any was. ``channels`` to ``keys`` are the indices that were kept, in their
-    order, and ``reply_dtype`` what the result was cast to. ``prefix_tokens``: how many tokens or attention keys precede
-    the patches; ``grid_size``: rows and columns of patches, if known. ``probe``: the result for the fixed input, if
-    requested. ``method``: the explanation method, if the result is its map. ``metric``: the kind of objective that a
-    sweep measured; ``axes``: the axes after that of the inputs. ``preprocessed`` is "caller" if rows were sent as
-    tensors, "mixed" if only some were.
-    """
+    """The origin of one result, and what was done to it."""
 
     layer: str
     call: int
     module: str
     site: str
-    path: str = ""
+    path: str = ""  # leads into a structured value, such as "[logits]"
     layout: str | None = None
-    captured: tuple[int | None, ...]
-    dtype: str
+    captured: tuple[int | None, ...]  # shape in the hook, of one input if inputs differ; None: an axis that differs
+    dtype: str  # in the hook, before pooling and casting
     pool: str
     normalize: bool = False
     fingerprint: str
-    function: str = ""
-    row_axis: int | None = 0
-    entries_per_row: int = 1
-    row_order: str = ""
-    stats: tuple[str, ...] | None = None
-    by: str | None = None
-    over: str | None = None
-    edges: tuple[float, ...] | None = None
-    how: str = ""
-    resumed: str = ""
-    forward: str = ""
-    classes: tuple[int, ...] | None = None
-    labels: tuple[str, ...] | None = None
-    rows_per_forward: int | None = None
-    preprocessed: Preprocessed = ""
-    channels: tuple[int, ...] | None = None
+    function: str = ""  # such as "add#0", called by the layer
+    row_axis: int | None = 0  # of the result; None: all rows share it
+    entries_per_row: int = 1  # on that axis, side by side unless ``row_order`` says otherwise
+    row_order: str = ""  # "forward": as a hook on the model sees them
+    stats: tuple[str, ...] | None = None  # names of the columns
+    by: str | None = None  # statistics are grouped by it
+    over: str | None = None  # statistics are computed over it
+    edges: tuple[float, ...] | None = None  # of a histogram's bins
+    how: str = ""  # attention: "observed", "recomputed" beside a fused kernel, or "unfused" without that kernel
+    resumed: str = ""  # the layer whose output was sent instead of the model's inputs
+    forward: str = ""  # "compiled": by a warm plan's graph
+    classes: tuple[int, ...] | None = None  # each row's top class, if the gradient is of it
+    labels: tuple[str, ...] | None = None  # of ``classes``
+    rows_per_forward: int | None = None  # if rows affect each other
+    preprocessed: Preprocessed = ""  # "caller": rows were sent as tensors; "mixed": some were
+    channels: tuple[int, ...] | None = None  # indices that were kept, in this order; so are those up to ``keys``
     tokens: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
     queries: tuple[int, ...] | None = None
     keys: tuple[int, ...] | None = None
-    token_counts: tuple[int, ...] | None = None
-    truncated: tuple[int, ...] | None = None
+    token_counts: tuple[int, ...] | None = None  # of each text, without padding
+    truncated: tuple[int, ...] | None = None  # tokens cut off each text, if any
     reply_dtype: str = "float32"
-    prefix_tokens: int = 0
-    grid_size: GridSize | None = None
-    method: str = ""
-    metric: str = ""
-    axes: tuple[str, ...] | None = None
-    probe: Probe | None = None
-    fingerprints: tuple[str, ...] | None = None
+    prefix_tokens: int = 0  # tokens or attention keys before the patches
+    grid_size: GridSize | None = None  # rows and columns of patches
+    method: str = ""  # of the explanation whose map it is
+    metric: str = ""  # the kind of objective that a sweep measured
+    axes: tuple[str, ...] | None = None  # of a sweep, after the axis of inputs
+    probe: Probe | None = None  # the result for the fixed input
+    fingerprints: tuple[str, ...] | None = None  # of each row, if inputs of several shapes differ in it
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; default values are left out."""
@@ -127,34 +107,24 @@ class TopEffect:
 
 @dataclass(frozen=True)
 class Features:
-    """The results of one request.
-
-    ``arrays`` holds one C-contiguous little-endian array per key, in the order asked for; ``scales`` one float32 array
-    for each int8 key, to multiply along axis 0; ``rows`` counts the inputs that were used; ``errors`` names the others.
-    ``verified``: putting captured outputs back in a second forward reproduced the model's output. ``interventions``
-    lists what each requested intervention changed. ``warnings`` say where an answer may mislead. ``input_index`` is set
-    for features of a single input among inputs of several shapes; ``by_input`` has the keys of results of one such
-    input. ``tokens`` counts all tokens of texts, special ones included, padding excluded; ``cut``: how many tokens each
-    row's text was truncated by, or 1 for a picture whose pages were left out; () if none was. ``top_classes`` has each
-    row's top classes, best first, ``top_effects`` its largest effects, if requested.
-    """
+    """The results of one request."""
 
     model: str
     fingerprint: str
-    rows: int
-    arrays: dict[str, Array]
+    rows: int  # inputs that were used
+    arrays: dict[str, Array]  # C-contiguous and little-endian, in the order asked for
     receipts: dict[str, Receipt]
-    scales: dict[str, Array] = field(default_factory=dict)
-    errors: tuple[Fault, ...] = ()
-    verified: bool = False
-    interventions: tuple[tuple[str, ...], ...] = ()
-    warnings: tuple[str, ...] = ()
-    input_index: int | None = None
-    by_input: frozenset[str] = frozenset()
-    tokens: int = 0
-    cut: tuple[int, ...] = ()
-    top_classes: tuple[tuple[TopClass, ...], ...] = ()
-    top_effects: tuple[tuple[TopEffect, ...], ...] = ()
+    scales: dict[str, Array] = field(default_factory=dict)  # float32 factors along axis 0, for int8 arrays
+    errors: tuple[Fault, ...] = ()  # of inputs that were left out
+    verified: bool = False  # captured outputs, put back in a second forward, reproduced the model's output
+    interventions: tuple[tuple[str, ...], ...] = ()  # what each changed
+    warnings: tuple[str, ...] = ()  # where results may mislead
+    input_index: int | None = None  # of the single input, among inputs of several shapes
+    by_input: frozenset[str] = frozenset()  # keys of results of one such input
+    tokens: int = 0  # in all texts, special ones included, without padding
+    cut: tuple[int, ...] = ()  # tokens cut off each row's text, or 1 for a picture's unused pages; (): none
+    top_classes: tuple[tuple[TopClass, ...], ...] = ()  # of each row, best first
+    top_effects: tuple[tuple[TopEffect, ...], ...] = ()  # of each row, largest first
 
     @property
     def nbytes(self) -> int:

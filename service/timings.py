@@ -20,48 +20,36 @@ BY_TIME = itemgetter(1, 2, 0)
 
 @dataclass
 class RequestFacts:
-    """Facts about a request, as far as it got.
-
-    ``status`` is 0 until a reply begins. ``client`` is the address that the request came from, ``key`` the name of its
-    API key. ``trace_id`` is that of its trace, if traces are written. ``model`` is the model's configured name, or the
-    requested one if unknown. ``layers`` is a short digest of the requested layers, the same on every server, and
-    ``selectors`` their number. ``rows``: rows in the answer, or of the inputs if there was none. ``batch_rows``: the
-    most rows in a forward with some of its own.
-    """
+    """Facts about a request, as far as it got."""
 
     request_id: str = ""
     method: str = ""
     path: str = ""
-    client: str = ""
-    key: str = ""
-    status: int = 0
+    client: str = ""  # address
+    key: str = ""  # name of the API key
+    status: int = 0  # 0 until a reply begins
     request_bytes: int = 0
     reply_bytes: int = 0
-    trace_id: str = ""
-    model: str = ""
-    layers: str = ""
+    trace_id: str = ""  # if traces are written
+    model: str = ""  # the configured name, or the requested one if that is unknown
+    layers: str = ""  # a short digest of the requested layers, the same on every server
     selectors: int = 0
-    rows: int = 0
-    batch_rows: int = 0
+    rows: int = 0  # in the answer, or of the inputs if there was none
+    batch_rows: int = 0  # the most rows in a forward with some of its own
 
 
 @dataclass
 class Timings:
-    """Milliseconds by step, in the order in which the steps ended; ``notes`` has facts that are not times.
+    """The times of a request, on the clock of ``time.perf_counter``; moments are 0 until they are reached."""
 
-    ``spans`` has the first ``MAX_SPANS`` parts of steps, ``facts`` what the request was about. On the clock of
-    ``time.perf_counter``: when the request's head had come (``begun``), when its reply began, and when that was sent
-    (``ended``); 0 until then. ``receive_s``: what its body took to arrive.
-    """
-
-    steps: dict[str, float] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    steps: dict[str, float] = field(default_factory=dict)  # milliseconds, in the order in which steps ended
+    notes: dict[str, str] = field(default_factory=dict)  # facts that are not times
+    spans: list[Span] = field(default_factory=list)  # the first ``MAX_SPANS`` parts of steps
     facts: RequestFacts = field(default_factory=RequestFacts)
-    begun: float = field(default_factory=time.perf_counter)
-    receive_s: float = 0.0
+    begun: float = field(default_factory=time.perf_counter)  # the head has come
+    receive_s: float = 0.0  # for the body to arrive
     reply_begun: float = 0.0
-    ended: float = 0.0
+    ended: float = 0.0  # the reply is sent
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:

@@ -43,45 +43,34 @@ class UndecodedError(RuntimeError):
 
 @dataclass(eq=False)
 class Job:
-    """Rows of a prepared request: a forward takes ``inputs``, or decodes the ``encoded`` pictures, one per row.
-
-    ``first_row``: the first row's number in the request. ``work_rows``: rows of all jobs of a request that queues a few
-    at a time. ``joined`` collects the results of several forwards.
-
-    The batcher sets the times on its own clock; the job with the least ``due_at`` is first. ``waiting_rows`` are
-    in no batch yet; ``slowdown``: measured seconds of its last batch, divided by the expected ones. ``answer`` gets
-    its results once ``missing_rows`` is 0; ``parts`` are the results of its forwards so far.
-
-    The rest is for the reply. ``faults``: of inputs that were left out. ``input_index`` is set if each input is a
-    separate job. ``tokens`` counts the tokens of its texts without padding. ``cut``: how many tokens each text was
-    truncated by. ``plan_again`` makes the job of the same rows, never run, for a forward that makes other numbers of
-    calls.
-    """
+    """Rows of a prepared request, with the results of their forwards. The batcher sets the times on its own clock."""
 
     prepared: PreparedRequest
     rows: int
     priority: Priority = "interactive"
     deadline: float = math.inf
     inputs: Rows = field(default_factory=dict)
-    encoded: tuple[ImageItem, ...] = ()
-    first_row: int = 0
-    work_rows: int = 0
-    joined: JoinedRows | None = None
+    encoded: tuple[ImageItem, ...] = ()  # instead of ``inputs``: pictures that the forward's batch decodes, one per row
+    first_row: int = 0  # the first row's number in the request
+    work_rows: int = 0  # rows of all jobs of a request that queues a few at a time
+    joined: JoinedRows | None = None  # the results of several forwards
 
-    answer: asyncio.Future[Results] = field(init=False)
-    parts: list[SliceResult] = field(init=False)
+    answer: asyncio.Future[Results] = field(init=False)  # done when ``missing_rows`` is 0
+    parts: list[SliceResult] = field(init=False)  # results of its forwards so far
     missing_rows: int = field(init=False)
-    waiting_rows: int = field(init=False)
+    waiting_rows: int = field(init=False)  # in no batch yet
     enqueued_at: float = 0.0
-    due_at: float = 0.0
-    slowdown: float = 1.0
+    due_at: float = 0.0  # the job with the least is first
+    slowdown: float = 1.0  # measured seconds of its last batch, divided by the expected ones
 
+    # For the reply
     timings: Timings = field(default_factory=Timings)
-    faults: tuple[Fault, ...] = ()
-    input_index: int | None = None
-    tokens: int = 0
-    cut: tuple[int, ...] = ()
+    faults: tuple[Fault, ...] = ()  # of inputs that were left out
+    input_index: int | None = None  # if each input is a separate job
+    tokens: int = 0  # in its texts, without padding
+    cut: tuple[int, ...] = ()  # how many tokens each text was truncated by
     warnings: tuple[str, ...] = ()
+    # Makes the job of the same rows, never run, for a forward that makes other numbers of calls.
     plan_again: Callable[[CallCounts], Awaitable[Job]] | None = None
 
     def __post_init__(self) -> None:
@@ -167,26 +156,20 @@ class RowSlice:
 
 @dataclass(eq=False)
 class Batch:
-    """Rows that share a forward; if pictures are decoded first, others may join until it begins.
-
-    ``slots``: how many slots of its ``device`` it takes; ``slots_alone``: how many one of its rows would take alone.
-    ``depth``: that of its deepest request. ``seconds``: its expected duration. ``reason``: why it has these rows.
-    ``padded_rows``: the number of rows that its forward is padded to. ``tries``: how often its process died before.
-    ``rows`` are without padding. ``deadline``: the latest one of its jobs, on the clock of ``time.monotonic``.
-    """
+    """Rows that share a forward; if pictures are decoded first, others may join until it begins."""
 
     key: BatchKey
     device: str
     slices: tuple[RowSlice, ...]
-    slots: int
-    slots_alone: int
-    depth: float
-    seconds: float
-    reason: BatchReason
-    padded_rows: int | None = None
-    tries: int = 0
-    rows: int = field(init=False, default=0)
-    deadline: float = field(init=False, default=-math.inf)
+    slots: int  # of its ``device``
+    slots_alone: int  # that one of its rows would take alone
+    depth: float  # of its deepest request
+    seconds: float  # expected
+    reason: BatchReason  # why it has these rows
+    padded_rows: int | None = None  # to which its forward is padded
+    tries: int = 0  # how often its process died before
+    rows: int = field(init=False, default=0)  # without padding
+    deadline: float = field(init=False, default=-math.inf)  # the latest of its jobs, as ``time.monotonic``
 
     def __post_init__(self) -> None:
         self._count(self.slices)
@@ -216,20 +199,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class SliceResult:
-    """Results of rows ``start`` to ``stop`` of a job, or their error; ``index`` is the slice's in the batch.
+    """Results of rows ``start`` to ``stop`` of a job, or their error."""
 
-    Results are in host memory, and may be the whole job's, with rows that are not filled in yet. ``rows``: how many
-    shared the forward. ``forward``, ``copy`` to the host and ``decode``, if part of it: when each began and ended, in
-    seconds on the clock of ``time.perf_counter``.
-    """
-
-    index: int
+    index: int  # of the slice in the batch
     start: int
     stop: int
-    results: Results | LayertapError | RuntimeError
-    rows: int
-    forward: Interval = NEVER
-    copy: Interval = NEVER
+    results: Results | LayertapError | RuntimeError  # in host memory; may be the whole job's, with rows still missing
+    rows: int  # in the forward
+    forward: Interval = NEVER  # on the clock of ``time.perf_counter``
+    copy: Interval = NEVER  # to the host
     decode: Interval = NEVER
 
     @property

@@ -46,36 +46,29 @@ class SentInputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExtractRequest:
-    """What a parsed and validated request asks, without its inputs; the same for all protocols.
+    """A parsed and validated request without its inputs; the same for all protocols.
 
-    Requests that ask the same share one object, by which their plans are kept. ``resume``: the layer whose outputs the
-    inputs are, if they are not the model's inputs; ``embedding`` comes before ``selectors`` in the reply;
-    ``explanation`` is computed from captures; ``sweep``: edits to try one by one; ``isolated``: share no forward with
-    other requests; ``decode_with_batch``: let the isolated batch decode its pictures, for callers that keep all slots
-    busy anyway; ``prompt``: the name of a prompt in the model's folder, put before each text; None: the default one.
-    ``truncate``: how to cut long texts; None: as the model's folder says. ``verify``: put captured outputs back;
-    ``probe``: add the results of the fixed input; ``dry_run``: run nothing. ``remembered``: later requests that ask the
-    same get this object. ``input_options``: options of single inputs, by index; each input then becomes a separate job.
+    Requests that ask the same share one object, by which their plans are kept.
     """
 
     model: str | None
     selectors: tuple[Selector, ...] = ()
     interventions: tuple[Intervention, ...] = ()
     objective: Objective | None = None
-    resume: Selector | None = None
-    embedding: Embedding | None = None
-    prompt: str | None = None
-    truncate: Truncate | None = None
-    explanation: Explanation | None = None
-    sweep: Sweep | None = None
-    input_options: Mapping[int, InputOptions] = field(default_factory=dict)
+    resume: Selector | None = None  # the layer whose outputs the inputs are; None: the inputs are the model's
+    embedding: Embedding | None = None  # comes before ``selectors`` in the reply
+    prompt: str | None = None  # name of a prompt in the model's folder, put before each text; None: the default one
+    truncate: Truncate | None = None  # how to cut long texts; None: as the model's folder says
+    explanation: Explanation | None = None  # computed from captures
+    sweep: Sweep | None = None  # edits to try one by one
+    input_options: Mapping[int, InputOptions] = field(default_factory=dict)  # by input, each then a separate job
     on_error: Literal["fail", "skip"] = "fail"
-    isolated: bool = False
-    decode_with_batch: bool = False
-    verify: bool = False
-    probe: bool = False
-    dry_run: bool = False
-    remembered: bool = field(init=False, default=False)
+    isolated: bool = False  # share no forward with other requests
+    decode_with_batch: bool = False  # the isolated batch decodes its pictures: for callers that keep all slots busy
+    verify: bool = False  # put captured outputs back in a second forward
+    probe: bool = False  # add the results of the fixed input
+    dry_run: bool = False  # run nothing
+    remembered: bool = field(init=False, default=False)  # later requests that ask the same get this object
     priority: Priority = "interactive"
     reply: ReplyOptions = ReplyOptions()
 
