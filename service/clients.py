@@ -1,4 +1,4 @@
-"""Clients for commands: of a layertap server, or of the application in this process; both use ``layertap_client``."""
+"""Clients for commands: of a server, or of the application in this process; both are ``layertap_client``'s."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNBOUNDED = 2**40  # there is only one caller
 
 @asynccontextmanager
 async def open_client(url: str, tell: Callable[[str], None]) -> AsyncIterator[lt.AsyncClient]:
-    """A client with the server's deadline; ``tell`` is called for long waits. LayertapError, also from the block."""
+    """A client with the server's deadline; ``tell`` gets a line for each long wait. LayertapError, in the block too."""
 
     def tell_wait(error: lt.LayertapError, seconds: float) -> None:
         if seconds >= LONG_WAIT_S:
@@ -45,9 +45,9 @@ async def open_client(url: str, tell: Callable[[str], None]) -> AsyncIterator[lt
 
 @asynccontextmanager
 async def open_local_client(settings: Settings, model: str | None) -> AsyncIterator[lt.AsyncClient]:
-    """A client of the application in this process, with a model loaded; LayertapError, also from the block.
+    """A client of the application in this process, with a model (None: the default) loaded; LayertapError.
 
-    None is the default model. Of ``settings``, keys and limits of time and bytes are ignored: there is only one caller.
+    ``settings`` hold except for keys and limits of time and bytes, because there is only one caller.
     """
     from layertap.service.app import create_app  # imports torch
 
@@ -95,9 +95,9 @@ def convert_errors(url: str | None, hint: str = "") -> Iterator[None]:
 
 
 def convert_error(error: lt.LayertapError, url: str | None, hint: str = "") -> LayertapError:
-    """Convert a client's error into a LayertapError for the user of the command.
+    """A client's error for the user of a command; ``url`` is None for this process.
 
-    ``url`` is the server's, None for this process; ``hint`` is added if the server does not answer or is unavailable.
+    ``hint`` is added if the server does not answer or is unavailable.
     """
     if isinstance(error, lt.ProblemError):
         if url is None:

@@ -46,9 +46,9 @@ class NotInstalledError(LayertapError):
 
 
 class RetryLaterError(LayertapError):
-    """The request can't be served now; ``retry_after`` is in seconds."""
+    """The request can't be served now; ``retry_after`` is in seconds, None if waiting does not help."""
 
-    def __init__(self, detail: str, *, retry_after: float, hint: str = "") -> None:
+    def __init__(self, detail: str, *, retry_after: float | None, hint: str = "") -> None:
         super().__init__(detail, hint=hint)
         self.retry_after = retry_after
 
@@ -97,7 +97,7 @@ def unloading_error(name: str, seconds: float) -> UnavailableError:
 def unloaded_error(name: str) -> UnavailableError:
     """The error for a model that an administrator has unloaded."""
     hint = f"POST /models/{name}/load with an administrator's key; only models with 'load: lazy' load by a request"
-    return UnavailableError(f"model {name} was unloaded", hint=hint, retry_after=60.0)
+    return UnavailableError(f"model {name} was unloaded", hint=hint, retry_after=None)
 
 
 class DeadlineError(RetryLaterError):

@@ -1,4 +1,4 @@
-"""A server as a process: it ends with status 0 when asked to, and by itself, with another, if it can't go on."""
+"""The server's process: it ends with status 0 when asked to, and with another if it can't go on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from layertap.service.signals import release_hangups
 
 log = logging.getLogger("layertap")
 EXIT_FAILED = 70  # as sysexits.h has it: an error of the software
-START_INTERVAL_S, WATCH_INTERVAL_S = 0.01, 0.1
+INTERVAL_S = 0.1
 LAST_ANSWERS_S = 4.0  # for the last answers of a process that can't go on
 LAST_REPLIES_S = 0.5  # at least, for connections in use to end with a reply
 CHILD_END_S = 1.0  # for a compiler to remove its files
@@ -36,31 +36,31 @@ def run_until_stopped(
     drain_delay_s: float,
     on_hangup: Callable[[], None] | None = None,
 ) -> NoReturn:
-    """Serve until SIGTERM, SIGINT or a failure that lasts, then end the process.
+    """Serve until SIGTERM, SIGINT or a lasting failure, then end the process.
 
-    Asked to end, the server is not ready, and serves for ``drain_delay_s`` or until it is asked again: balancers need
-    time to notice. Then it accepts nothing more, and answers what it has accepted; another SIGINT ends that.
-    ``on_hangup`` is called on the event loop at each SIGHUP; without it SIGHUP is the system's.
+    Asked to end, it serves on for ``drain_delay_s``, without being ready, or until it is asked again: balancers need
+    time to notice. Then it answers what it has accepted; another SIGINT ends that. ``on_hangup`` is called on the
+    event loop at each SIGHUP.
     """
     asked = SimpleQueue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.put(number))
-    # This thread sees signals and failures even if the event loop hangs; in another one uvicorn takes no signals.
+    # This thread sees signals and failures even if the event loop hangs; uvicorn takes signals in this one only.
     server, loop = uvicorn.Server(config), uvloop.new_event_loop()
     serving = Thread(target=loop.run_until_complete, args=[server.serve(listeners)], name="server", daemon=True)
     serving.start()
     while serving.is_alive() and not server.started:
-        serving.join(START_INTERVAL_S)
+        serving.join(INTERVAL_S / 10)
     if on_hangup is not None:
         signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(on_hangup))
         release_hangups()
 
     def wait(seconds: float) -> int | None:
-        """The next signal that asks to end; None after so many seconds, or once the server has ended or can't go on."""
+        """The next signal that asks to end; None after these seconds, or if the server has ended or can't go on."""
         end = time.monotonic() + seconds
         while manager.alive and serving.is_alive() and time.monotonic() < end:
             with suppress(Empty):
-                return asked.get(timeout=WATCH_INTERVAL_S)
+                return asked.get(timeout=INTERVAL_S)
         return None
 
     if is_asked := wait(math.inf) is not None:

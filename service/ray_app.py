@@ -74,10 +74,10 @@ class Replica:
     app: FastAPI
 
     async def check_health(self) -> None:
-        """Nothing where ``/readyz`` says 200, UnavailableError otherwise: then Ray starts another replica."""
-        from layertap.service.http.routes.health import readyz
+        """UnavailableError unless ``/readyz`` is 200: then Ray starts another replica."""
+        from layertap.service.http.routes.health import check_ready
 
-        await readyz(self.app.state.engine)
+        check_ready(self.app.state.engine)
 
 
 def create_replica_app(chosen: Mapping[str, Any]) -> FastAPI:

@@ -56,6 +56,7 @@ class Engine:
         self.planner = Planner(settings, self.run_in_thread)
         self.job_maker = JobMaker(manager.scheduler, self.planner, self.run_in_thread, settings.max_results)
         self._pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=start_single_threaded)
+        self._long_bodies = ThreadPoolExecutor(1, "long-bodies", initializer=start_single_threaded)
 
     async def get_handle(self, name: str | None, ticket: Ticket) -> ModelHandle:
         """The handle that answers a request until its end; raises as ``ModelManager.get_handle``."""
@@ -173,6 +174,10 @@ class Engine:
         """Run a CPU-bound function, not decoding or forwards, in a thread pool; DeadlineError."""
         return await wait_until(deadline, asyncio.get_running_loop().run_in_executor(self._pool, function))
 
+    async def parse_long(self, function: Callable[[], T], deadline: float) -> T:
+        """As ``run_in_thread``, one after another, for work that holds the GIL: the loop has turns in between."""
+        return await wait_until(deadline, asyncio.get_running_loop().run_in_executor(self._long_bodies, function))
+
     def estimate_wait(self, name: str | None) -> float:
         """Seconds until a model (None: the default) has answered or expired all rows that it has now."""
         handle = self.manager.find_handle(name)
@@ -214,7 +219,8 @@ class Engine:
     async def close(self) -> None:
         """Finish submitted work, then end all threads."""
         await self.manager.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long_bodies):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def _with_plan(
         self,

@@ -1,7 +1,4 @@
-"""Decides which addresses may be contacted, and connects only to these.
-
-``is_global`` alone would allow translated addresses, relays and multicast.
-"""
+"""Decides which addresses may be contacted, and connects only to these."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ def is_allowed(address: Address, private: bool) -> bool:
         return False
     if private and _is_within(address, PRIVATE):
         return True
+    # ``is_global`` alone would allow translated addresses, relays and multicast.
     assigned = address.version == 4 or _is_within(address, GLOBAL_UNICAST)
     return assigned and address.is_global and not address.is_multicast and not _is_within(address, SPECIAL)
 
@@ -75,13 +73,8 @@ PRIVATE = _parse_networks(
     *("::1/128", "fc00::/7"),
 )
 METADATA = _parse_networks(
-    "169.254.0.0/16",
-    "100.100.100.200/32",
-    "168.63.129.16/32",
-    "192.0.0.192/32",
-    "fd00:ec2::/32",
-    "fd00:c1::/32",
-    "fd20:ce::/32",
+    *("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32"),
+    *("fd00:ec2::/32", "fd00:c1::/32", "fd20:ce::/32"),
 )
 SPECIAL = _parse_networks(
     "192.0.0.0/24",  # protocol assignments

@@ -19,8 +19,6 @@ from layertap.service.fetch.urls import AllowedHosts, FetchTarget
 from layertap.service.settings import Settings
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
-
-
 log = logging.getLogger("layertap")
 HEADERS = (
     ("User-Agent", "layertap"),
@@ -47,10 +45,8 @@ class DownloadBudget:
     def check(self, size: int) -> None:
         """TooLargeError if ``size`` more bytes exceed the limit."""
         if self._used + size > self._limit:
-            raise TooLargeError(
-                f"the pictures at the request's URLs have more than {self._limit} bytes, which is the limit",
-                hint="send fewer or smaller inputs",
-            )
+            detail = f"the pictures at the request's URLs have more than {self._limit} bytes, which is the limit"
+            raise TooLargeError(detail, hint="send fewer or smaller inputs")
 
     def take(self, size: int) -> None:
         """Count ``size`` more bytes that have arrived; TooLargeError, QueueFullError."""
@@ -81,10 +77,7 @@ class Fetcher:
         return self._hosts.parse_url(url)
 
     async def fetch(self, target: FetchTarget, budget: DownloadBudget) -> bytes:
-        """The bytes at a URL.
-
-        InputError, with the same text for all network errors; TooLargeError, QueueFullError.
-        """
+        """The bytes at a URL; InputError, with one text for all network errors; TooLargeError, QueueFullError."""
         async with self._slots:
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -135,9 +128,7 @@ class Fetcher:
 
 def _check_head(response: httpcore.Response) -> int:
     """The response's Content-Length, or 0; RejectedResponse if it is not an unencoded picture."""
-    headers: dict[bytes, bytes] = {}
-    for name, value in response.headers:
-        headers[name.lower()] = value.strip().lower()
+    headers = {name.lower(): value.strip().lower() for name, value in response.headers}
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip()
     if response.status != 200:
         raise RejectedResponse(f"status {response.status}")

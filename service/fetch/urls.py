@@ -66,10 +66,8 @@ class AllowedHosts:
         hosts, privates = [_parse_entry(text) for text in allowed], [_parse_entry(text) for text in private]
         for host, text in zip(privates, private, strict=True):
             if host.subdomains or host not in hosts:
-                raise SettingsError(
-                    f"LAYERTAP_ALLOW_PRIVATE_URLS: {escape(text)} is not a single host of LAYERTAP_ALLOW_URLS",
-                    hint="write it in both, in the same way",
-                )
+                detail = f"LAYERTAP_ALLOW_PRIVATE_URLS: {escape(text)} is not a single host of LAYERTAP_ALLOW_URLS"
+                raise SettingsError(detail, hint="write it in both, in the same way")
         # Private ones first, because two entries may cover a name.
         others = [host for host in hosts if host not in privates]
         self._hosts = (*(replace(host, private=True) for host in privates), *others)
@@ -83,10 +81,8 @@ class AllowedHosts:
             raise InputError("URL inputs are off on this server", hint="send the picture itself as 'image'")
         match = _URL.fullmatch(url)
         if match is None:
-            raise InputError(
-                "the URL is not one that is taken",
-                hint="write https://HOST/PATH, percent-encoded, without user name, fragment and backslash",
-            )
+            hint = "write https://HOST/PATH, percent-encoded, without user name, fragment and backslash"
+            raise InputError("the URL is not one that is taken", hint=hint)
         scheme, host = match[1].lower(), match[2].lower().strip("[]")
         port = int(match[3] or PORTS[scheme])
         path = match[4] if match[4].startswith("/") else f"/{match[4]}"
@@ -103,10 +99,8 @@ def _parse_entry(text: str) -> AllowedHost:
         valid = _is_name(name) and "." in name if subdomains else _is_name(name) or _is_address(name)
         if valid and port < 2**16:
             return AllowedHost(name, port or None, subdomains)
-    raise SettingsError(
-        f"LAYERTAP_ALLOW_URLS: {escape(text)} is not a host",
-        hint="write example.org, *.example.org or example.org:8080",
-    )
+    hint = "write example.org, *.example.org or example.org:8080"
+    raise SettingsError(f"LAYERTAP_ALLOW_URLS: {escape(text)} is not a host", hint=hint)
 
 
 def _is_name(text: str) -> bool:

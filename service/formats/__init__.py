@@ -1,1 +1,1 @@
-"""The formats of replies: one file each, and a table of all."""
+"""The formats of replies: a file each, and a table."""

@@ -17,7 +17,7 @@ from layertap.service.types import TILES
 Buffer = bytes | memoryview
 Buffers = list[Buffer]
 Encoding = Literal["list", "base64"]
-Coding = Literal["bytes", "list", "base64"]  # of a result: its own bytes, which are not copied, or text
+Coding = Literal["bytes", "list", "base64"]  # of a result: the array's own bytes, or text
 SMALL = 2**16  # bytes that are copied in less time than another call of the system takes
 
 
@@ -26,8 +26,8 @@ class EncodeOptions:
     """A request's options for the reply; each format uses its own."""
 
     encoding: Encoding = "list"  # of JSON
-    tiles: int = TILES  # of each result in a picture
-    sent_pictures: Sequence[SentPicture | None] = ()  # of each row, None for an array; empty if unknown
+    tiles: int = TILES  # of each result in a drawing
+    originals: Sequence[SentPicture | None] = ()  # of a drawing, by row: None for an array; (): unknown
 
 
 def view_bytes(array: Array) -> memoryview:

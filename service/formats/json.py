@@ -1,8 +1,6 @@
-"""``application/json``: everything in one document, written in pieces.
+"""``application/json``: one document, written in pieces of about a millisecond, because orjson holds the GIL.
 
-Numbers are written so that reading them back into the array's dtype gives the same bits. JSON has no NaN and no
-infinity: in lists they become null; ``encoding: base64`` keeps them. orjson holds the GIL while it writes a piece, so
-no piece takes longer than about a millisecond.
+Numbers read back into the array's dtype have the same bits. In lists NaN and infinity become null.
 """
 
 from __future__ import annotations
@@ -32,10 +30,7 @@ VALUE_BYTES = PIECE_BYTES // PIECE_VALUES  # base64 of this many bytes takes as 
 
 
 def encode(features: Features, options: EncodeOptions) -> Buffers:
-    """The reply as UTF-8 JSON; ``data`` as nested lists, or as base64 of little-endian bytes in C order.
-
-    The scales of int8 results are lists in both encodings.
-    """
+    """The reply as UTF-8 JSON; ``data`` as nested lists, or as base64 of little-endian bytes in C order."""
     document = {
         "model": features.model,
         "fingerprint": features.fingerprint,
@@ -81,9 +76,9 @@ def _to_list(array: Array) -> Any:
 
 
 def write_json(document: Any) -> Buffers:
-    """A document as UTF-8 in one or several buffers; joined, they equal orjson's output for the whole document.
+    """A document as UTF-8 in buffers that, joined, are orjson's output.
 
-    Arrays (with an axis, in C order) are written as nested lists, NaN and infinity as null; memoryviews as base64.
+    Arrays (with an axis, in C order) become nested lists, memoryviews base64.
     """
     return list(_write(document))
 

@@ -11,10 +11,9 @@ _MAX_RANGES = 64
 
 
 def negotiate(accept: str | None, format: str | None, types: Mapping[str, str]) -> str:  # noqa: A002
-    """The key of the reply's format in ``types`` (names to media types); the first if the request names none.
+    """The key of the reply's format in ``types`` (names to media types); the first if none is preferred.
 
-    Of media types with equal quality, the one matched by the most specific range wins, then the first.
-    NotAcceptableError: an unknown ``format``, or an ``accept`` that matches none of ``types``.
+    Of equal qualities, the most specific range wins. NotAcceptableError: an unknown ``format``, or none is accepted.
     """
     if format is not None:
         if format not in types:

@@ -20,10 +20,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def encode_npy(features: Features, options: EncodeOptions) -> Buffers:
-    """The only result as a .npy file; ``options`` have no effect.
-
-    NotAcceptableError: none or several results, or one with a scale.
-    """
+    """The only result as a .npy file; NotAcceptableError: none or several results, or one with a scale."""
     if len(features.arrays) != 1:
         detail = f"application/x-npy holds exactly one result; this request has {len(features.arrays)}"
         raise NotAcceptableError(detail, hint=_HINT)
@@ -34,18 +31,14 @@ def encode_npy(features: Features, options: EncodeOptions) -> Buffers:
 
 
 def encode_npz(features: Features, options: EncodeOptions) -> Buffers:
-    """The results as a .npz file, scales as ``KEY.scale``; ``options`` have no effect.
-
-    NotAcceptableError: two arrays of the same name.
-    """
+    """The results as a .npz file, scales as ``KEY.scale``; NotAcceptableError: two arrays of the same name."""
     return encode_arrays(name_arrays(features))
 
 
 def encode_arrays(arrays: Mapping[str, Array]) -> Buffers:
     """Arrays as a .npz file; the same arrays give the same bytes."""
     file = _BufferFile()
-    # Not numpy.savez: it takes the keys as keyword arguments, so that the key "file" fails, and it writes the current
-    # time into the archive.
+    # numpy.savez fails for the key "file", and writes the current time into the archive.
     with zipfile.ZipFile(cast("IO[bytes]", file), "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
             entry = zipfile.ZipInfo(f"{name}.npy", date_time=_EPOCH)
@@ -77,7 +70,7 @@ class _BufferFile:
 
     def __init__(self) -> None:
         self._buffers: dict[int, Buffer] = {}  # by offset
-        self._place = 0
+        self._offset = 0
 
     @property
     def buffers(self) -> Buffers:
@@ -88,18 +81,18 @@ class _BufferFile:
         """Keep the bytes of a buffer, which must not change afterwards."""
         data = data if isinstance(data, bytes) else memoryview(data)
         if size := len(data):
-            self._buffers[self._place] = data
-            self._place += size
+            self._buffers[self._offset] = data
+            self._offset += size
         return size
 
     def tell(self) -> int:
         """The offset of the next buffer."""
-        return self._place
+        return self._offset
 
-    def seek(self, place: int) -> int:
+    def seek(self, offset: int) -> int:
         """Set the offset of the next buffer."""
-        self._place = place
-        return place
+        self._offset = offset
+        return offset
 
     def flush(self) -> None:
         """Nothing to flush."""

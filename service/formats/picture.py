@@ -19,29 +19,23 @@ MAX_DECODED_PIXELS = 100 * 10**6  # of all originals of a reply: about a second
 
 
 def encode(features: Features, options: EncodeOptions) -> Buffers:
-    """A sheet of all results, in the order asked for.
-
-    NotAcceptableError: int8 results, whose numbers mean nothing without their scales. TooLargeError: more pixels than a
-    sheet may have.
-    """
+    """A sheet of all results in their order; NotAcceptableError for int8 results, TooLargeError for too many pixels."""
     if features.scales:
         raise NotAcceptableError("pictures are not drawn of int8 results", hint='leave "dtype": "int8" out')
     skipped = set(features.skipped)
-    places = tuple(place for place in range(features.rows + len(skipped)) if place not in skipped)
-    infos = [
-        _describe(key, features.receipts[key], array.shape, (int(key.rpartition(".input")[2]),))
-        if key in features.by_input  # of the one input in its name
-        else _describe(key, features.receipts[key], array.shape, places)
-        for key, array in features.arrays.items()
-    ]
+    indexes = tuple(index for index in range(features.rows + len(skipped)) if index not in skipped)
+    infos = []
+    for key, array in features.arrays.items():
+        own = (int(key.rpartition(".input")[2]),) if key in features.by_input else indexes
+        infos.append(_describe(key, features.receipts[key], array.shape, own))
     check_sheet(infos, options.tiles)
-    originals = _decode(dict(zip(places, options.sent_pictures, strict=False))) if shows_originals(infos) else {}
+    originals = _decode(dict(zip(indexes, options.originals, strict=False))) if shows_originals(infos) else {}
     stream = BytesIO()
     draw_sheet(infos, features.arrays, options.tiles, originals).save(stream, "PNG", compress_level=COMPRESS_LEVEL)
     return [stream.getvalue()]
 
 
-def _describe(key: str, receipt: Receipt, shape: Shape, places: tuple[int, ...]) -> ResultInfo:
+def _describe(key: str, receipt: Receipt, shape: Shape, indexes: tuple[int, ...]) -> ResultInfo:
     """The properties that determine a result's drawing."""
     is_named = key.partition(":")[0] == receipt.layer
     chosen = (receipt.tokens, receipt.heads, receipt.queries, receipt.keys)
@@ -57,7 +51,7 @@ def _describe(key: str, receipt: Receipt, shape: Shape, places: tuple[int, ...])
         columns=receipt.stats,
         channels=receipt.channels,
         captions=_list_captions(receipt),
-        input_indexes=places,
+        input_indexes=indexes,
         grid_size=receipt.grid_size,
         method=receipt.method,
     )
@@ -71,12 +65,12 @@ def _list_captions(receipt: Receipt) -> tuple[str, ...]:
 
 
 def _decode(sent: Mapping[int, SentPicture | None]) -> dict[int, Original]:
-    """The decoded pictures by input index; other inputs, and pictures beyond ``MAX_DECODED_PIXELS``, are left out."""
+    """The decoded pictures by input index, up to ``MAX_DECODED_PIXELS`` together."""
     originals: dict[int, Original] = {}
     left = MAX_DECODED_PIXELS
-    for place, picture in sent.items():
+    for index, picture in sent.items():
         if picture is not None:
             with suppress(TooLargeError):
-                originals[place], pixels = picture.decode(OVERLAY, left)
+                originals[index], pixels = picture.decode(OVERLAY, left)
                 left -= pixels
     return originals

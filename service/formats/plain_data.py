@@ -1,4 +1,4 @@
-"""The parts of features other than arrays, as plain data for JSON."""
+"""Features without their arrays, as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def describe_top_classes(features: Features) -> list[list[dict[str, Any]]]:
 
 
 def describe_extras(features: Features) -> dict[str, Any]:
-    """What a reply says only where there is something to say."""
+    """The optional parts of a reply."""
     extras: dict[str, Any] = {}
     if features.verified:
         extras["verified"] = True

@@ -17,11 +17,9 @@ _RESERVED = "__metadata__"
 
 
 def encode(features: Features, options: EncodeOptions) -> Buffers:
-    """The results as a safetensors file, scales as ``KEY.scale``; ``options`` have no effect.
+    """The results as a safetensors file, scales as ``KEY.scale``, all else as texts in the metadata.
 
-    The metadata holds ``model``, ``fingerprint``, ``rows``, ``receipts`` and ``errors`` as JSON, ``skipped`` if inputs
-    were left out, and ``verified``, ``interventions`` and ``warnings`` if there are any. The same features give the
-    same bytes. NotAcceptableError: two tensors of the same name, or one that has the name of the format's own entry.
+    The same features give the same bytes. NotAcceptableError: two tensors of one name, or one named ``__metadata__``.
     """
     tensors = {name: to_little_endian(array) for name, array in name_arrays(features).items()}
     if _RESERVED in tensors:

@@ -12,20 +12,16 @@ from layertap.service.formats.buffers import Buffers, Coding, EncodeOptions, Enc
 
 @dataclass(frozen=True)
 class ReplyFormat:
-    """A format of replies: its name, in ``?format=`` and as a file suffix, its media type, and its encoder.
+    """A format of replies."""
 
-    ``list_codings``: how it writes each of the results with these keys; ``instead``: a hint what to ask for if they
-    have more numbers than JSON lists may have. ``binary``: not JSON. ``is_picture``: it draws results, so that even
-    short replies take long.
-    """
-
-    name: str
+    name: str  # in ``?format=``, and as a file suffix
     media_type: str
     encode: Callable[[Features, EncodeOptions], Buffers]
+    # How it writes each of the results with these keys.
     list_codings: Callable[[Encoding, Sequence[str]], Sequence[Coding]] = lambda encoding, keys: ["bytes"] * len(keys)
-    instead: str = ""
-    binary: bool = True
-    is_picture: bool = False
+    instead: str = ""  # a hint for results with more numbers than JSON lists may have
+    binary: bool = True  # not JSON
+    is_picture: bool = False  # it draws results, which takes long even if the reply is short
 
 
 _TABLE = (

@@ -1,1 +1,1 @@
-"""Routes and what surrounds them: FastAPI and never torch."""
+"""HTTP: connections, the application, its routes; uses FastAPI, never torch."""

@@ -1,4 +1,4 @@
-"""Layers, as the server describes them, as text for people: a line each, in columns, indented as they are nested."""
+"""Layers, as the server describes them, as a table for people: a line each, indented as they are nested."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ Json = dict[str, Any]  # a layer, a function or a tensor of it
 def format_tree(layers: Sequence[Json]) -> str:
     """A table of layers in execution order: class, shape for one row, parameters, cost of the forward up to there.
 
-    Each is indented beneath those that it is a part of; beneath it stand the functions that its own forward calls,
-    where they are described. Names are as selectors have them, and safe to show.
+    Below each layer are the functions that its own forward calls, if they are described. Names are safe to show.
     """
     rows: list[Row] = [HEADERS]
     running = {layer["name"] for layer in layers if layer["calls"]}
@@ -50,7 +49,6 @@ def _make_row(layer: Json, indent: str) -> Row:
 
 
 def _list_functions(layer: Json, indent: str) -> Iterator[Row]:
-    """The outputs of the functions called in the layer's last call."""
     for function in _take_last_call(layer, "functions"):
         for tensor in function["outputs"]:
             name = _escape(f"{layer['name']}/{function['name']}{tensor['path']}")

@@ -1,4 +1,4 @@
-"""What the routes say of a model and of its layers, as plain data for JSON."""
+"""Models and layers as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from layertap.models.run.model_info import ModelInfo
 from layertap.models.spec import InputSpec
 
 Json = dict[str, Any]
-OPTIONAL_FIELDS = {"tf32": True, "memory_format": "channels_last"}  # shown where somebody has chosen it
+OPTIONAL_FIELDS = {"tf32": True, "memory_format": "channels_last"}  # shown only with this value
 
 
 def describe_model(entry: ModelEntry) -> Json:
-    """A configured model: what it is, its state, and more where it is loaded."""
+    """A configured model: its source and state, and more if it is loaded."""
     spec, model = entry.spec, entry.model
     body: Json = {"name": spec.name, "state": entry.state, "source": spec.shown_source}
     body["dtype"] = (model or entry).spec.dtype
@@ -55,7 +55,7 @@ def describe_model(entry: ModelEntry) -> Json:
 
 
 def describe_layers(model: ModelInfo, layers: list[Layer], *, functions: bool = False) -> Json:
-    """Some layers of a model, and what holds for a forward of it as a whole; with what ``functions`` return."""
+    """Some layers of a model, and facts about its whole forward; ``functions`` adds those that layers call."""
     catalog = model.catalog
     return {
         "model": model.spec.name,
@@ -67,16 +67,15 @@ def describe_layers(model: ModelInfo, layers: list[Layer], *, functions: bool = 
 
 
 def _describe_crossing(model: ModelInfo) -> Json:
-    """Since when rows are known to affect each other, where that was found while serving."""
-    found = model.catalogs.crossing
-    if found is None:
+    """Since when rows are known to affect each other, if that was found while serving."""
+    if (found := model.catalogs.crossing) is None:
         return {}
     since = datetime.fromtimestamp(found.since, UTC).isoformat(timespec="seconds")
     return {"crossing_rows": {"since": since, "shared_answers": found.shared_answers}}
 
 
 def _describe_embedding(embedding: ModelEmbedding | None) -> Json:
-    """The layer whose tensor it is, what makes a vector of it, and why it is this one."""
+    """The layer of the embedding, its reduction, and why it was chosen."""
     if embedding is None:
         return {"embedding": None}
     reduction = embedding.selector.reduction
@@ -85,33 +84,30 @@ def _describe_embedding(embedding: ModelEmbedding | None) -> Json:
 
 
 def _describe_text(text: TextSpec | None) -> Json:
-    """How text is taken; nothing where it is not."""
+    """How text is taken; {} if it is not."""
     if text is None:
         return {}
     takes = ["text", "tokens"] if text.encode else ["tokens"]
     described: Json = {"takes": takes, "max_tokens": text.max_tokens, "vocabulary": text.vocabulary, "mask": text.mask}
     if text.truncate != "none" or text.prompts:
-        described |= {
-            "cuts": text.truncate != "none",
-            "prompts": dict(text.prompts),
-            "default_prompt": text.default_prompt,
-        }
+        prompts = {"prompts": dict(text.prompts), "default_prompt": text.default_prompt}
+        described |= {"cuts": text.truncate != "none", **prompts}
     return {"text": described}
 
 
 def _describe_pictures(model: ModelInfo) -> Json | None:
-    """How a picture becomes a row, and how it is decoded: exactly where nothing else makes a difference."""
+    """How a picture becomes a row, and how it is decoded: "exact" if the setting makes no difference."""
     how, decode = model.preprocess, model.spec.decode
     return how.describe() | {"decode": decode if how.changes_pixels(decode) else "exact"} if how else None
 
 
 def _describe_input(spec: InputSpec) -> Json:
-    longest = {"longest": spec.longest} if spec.longest is not None else {}
-    return {"name": spec.name, "shape": spec.shape, "dtype": spec.dtype, **longest}
+    described: Json = {"name": spec.name, "shape": spec.shape, "dtype": spec.dtype}
+    return described if spec.longest is None else described | {"longest": spec.longest}
 
 
 def describe_layer(layer: Layer) -> Json:
-    """A layer: what each of its calls takes and returns, and what it costs."""
+    """A layer: the tensors of each of its calls, and its cost."""
     last = layer.calls[-1].output if layer.calls else None
     return {
         "name": layer.name,
@@ -131,7 +127,7 @@ def describe_layer(layer: Layer) -> Json:
 
 
 def _describe_calls(layer: Layer, site: Site, *, with_source: bool = False) -> list[Json]:
-    """The tensors that a site has in each call of a layer; with how each is had, where that differs."""
+    """The tensors at a site in each call of a layer; ``with_source`` adds how each is observed."""
     return [
         {"call": number, **_describe_tensor(tensor), **({"how": tensor.source} if with_source else {})}
         for number, call in enumerate(layer.calls)
@@ -140,7 +136,7 @@ def _describe_calls(layer: Layer, site: Site, *, with_source: bool = False) -> l
 
 
 def _describe_functions(layer: Layer) -> Json:
-    """The functions that a layer's own forward calls, each by the part of a selector that names it."""
+    """The functions that a layer's own forward calls, named as in selectors."""
     functions = [
         {
             "call": number,
@@ -155,9 +151,5 @@ def _describe_functions(layer: Layer) -> Json:
 
 
 def _describe_tensor(tensor: TensorInfo) -> Json:
-    return {
-        "path": format_path(tensor.path),
-        "shape": tensor.shape,
-        "dtype": tensor.dtype,
-        "layout": tensor.layout,
-    }
+    path = format_path(tensor.path)
+    return {"path": path, "shape": tensor.shape, "dtype": tensor.dtype, "layout": tensor.layout}

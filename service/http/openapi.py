@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's own, and what it can't read off routes: problems, and requests that they read."""
+"""The OpenAPI document: FastAPI's, with the problems and requests that it can't read off routes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute
 from layertap.models.plan.requested import Method
 from layertap.service.formats.table import FORMATS
 from layertap.service.http import timeout
-from layertap.service.http.query import BESIDE
+from layertap.service.http.query import PARTS
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody, SweepBody
 from layertap.service.schemas.examples import PARAMETERS
 from layertap.service.schemas.replies import Problem
@@ -40,7 +40,7 @@ PROBLEMS = {
     503: "The model is not ready, or the server is shutting down",
     504: "The deadline passed",
 }
-TEXTS = {  # parameters that are text, though the field in the body has a list or an object
+TEXTS = {  # parameters that are text, although the field in a body is a list or an object
     "layers": "separated by commas, or a JSON list that may have objects (LayerBody); the model's embedding without",
     "objective": "what gradients are of: its kind, or an ObjectiveBody as JSON",
     "method": f"{', '.join(get_args(Method))}; several separated by commas",
@@ -49,7 +49,7 @@ TEXTS = {  # parameters that are text, though the field in the body has a list o
     "target": "a JSON list of numbers",
     "each": "channel, head, query, key, token; several separated by commas",
     "values": "numbers separated by commas",
-    "from": 'the input whose values are put in, as JSON: {"input": 0}',
+    "from": 'the input that values are taken from, as JSON: {"input": 0}',
     "tensor": "a TensorBody as JSON",
     "region": "a JSON list of four numbers",
 }
@@ -67,7 +67,7 @@ MULTIPART: Json = {
         "images": {"type": "array", "items": {"type": "string", "format": "binary"}},
         "texts": {"type": "array", "items": {"type": "string"}},
         "tensors": {"type": "array", "items": {"type": "string", "format": "binary"}},
-        "inputs": False,  # so that a generated client's types tell it from a JSON body
+        "inputs": False,  # so that the types of generated clients distinguish it from a JSON body
     },
     "additionalProperties": False,
 }
@@ -79,23 +79,23 @@ def _refer(model: type[BaseModel]) -> Json:
 
 
 def describe_problems(*statuses: int) -> Responses:
-    """For ``responses`` of a route: errors of these statuses, and any other."""
+    """The errors of these statuses, and any other, for ``responses`` of a route."""
     content = {"application/problem+json": {"schema": _refer(Problem)}}
     described: Responses = {status: {"description": PROBLEMS[status], "content": content} for status in statuses}
     return described | {"default": {"description": "Any other error", "content": content}}
 
 
-COMPUTED: Responses = {  # of routes that compute: every format, of which FastAPI knows the JSON
+COMPUTED: Responses = {  # of routes that compute: all formats; FastAPI adds JSON
     200: {
         "description": "One array per key",
         "content": {each.media_type: BINARY for each in FORMATS.values() if each.binary},
         "headers": {
             "X-Layertap-Skipped": {
-                "description": "the places of the inputs that were left out, where some were: 1,4",
+                "description": "indices of the inputs that were left out, if any: 1,4",
                 "schema": {"type": "string"},
             },
             "X-Layertap-Top-Classes": {
-                "description": "of an explanation: the best classes of the first input, as JSON, those that have room",
+                "description": "of an explanation: the top classes of the first input as JSON, as many as have room",
                 "schema": {"type": "string"},
             },
         },
@@ -105,7 +105,7 @@ COMPUTED: Responses = {  # of routes that compute: every format, of which FastAP
 
 
 def describe_inputs(body: type[RequestBody], examples: Mapping[str, Any], **parameters: Json) -> Json:
-    """For ``openapi_extra`` of a route that takes a body as JSON, or inputs in another form and its fields as query."""
+    """The body as JSON, or inputs in other formats and its fields in the query, for ``openapi_extra`` of a route."""
     titled = {title: {"value": value} for title, value in examples.items()}
     schemas = {"format": {"type": "string", "enum": list(FORMATS)}, **parameters, **_list_fields(body)}
     return {
@@ -124,7 +124,7 @@ def describe_inputs(body: type[RequestBody], examples: Mapping[str, Any], **para
 
 
 def install(app: FastAPI, described: Sequence[BaseRoute]) -> None:
-    """Serve the document of the app's routes and of the ``described`` ones, which stand for plain routes."""
+    """Serve the document of the app's routes and the ``described`` ones, which represent plain routes."""
 
     def document() -> Json:
         if app.openapi_schema is None:
@@ -139,7 +139,7 @@ def install(app: FastAPI, described: Sequence[BaseRoute]) -> None:
             app.openapi_schema = _complete(generated)
         return app.openapi_schema
 
-    def show_document(request: Request) -> Response:  # no coroutine: the first takes a while, and a thread does it
+    def show_document(request: Request) -> Response:  # not a coroutine: the first call takes long, and runs in a thread
         return JSONResponse(app.openapi())
 
     app.openapi = document  # type: ignore[method-assign]
@@ -147,7 +147,7 @@ def install(app: FastAPI, described: Sequence[BaseRoute]) -> None:
 
 
 def _complete(document: Json) -> Json:
-    """Add what no route declares to FastAPI: schemas of bodies and problems, keys, examples of parameters."""
+    """Add schemas of bodies and problems, keys, and examples of parameters, which no route declares."""
     _, bodies = models_json_schema(
         [(each, "validation") for each in (ExtractBody, ExplainBody, SweepBody, Problem)], ref_template=TEMPLATE
     )
@@ -159,15 +159,15 @@ def _complete(document: Json) -> Json:
                 parameter["example"] = PARAMETERS[parameter["name"]]
     schemas = document["components"]["schemas"] | bodies["$defs"]
     document["components"] = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
-    document["security"] = [{}, {"key": []}]  # a server without keys takes none
+    document["security"] = [{}, {"key": []}]  # a server without keys needs none
     return document
 
 
 def _list_fields(body: type[RequestBody]) -> dict[str, Json]:
-    """The schemas of a body's fields as the query has them: without the inputs, and with parts of some beside them."""
+    """The schemas of a body's fields as query parameters: without inputs, with some parts of objects beside them."""
     fields: dict[str, Json] = body.model_json_schema(ref_template=TEMPLATE)["properties"]
     del fields["inputs"]
     objective = ObjectiveBody.model_json_schema(ref_template=TEMPLATE)["properties"]
-    fields |= {name: objective[name] for name in BESIDE}
+    fields |= {name: objective[name] for name in PARTS}
     texts: dict[str, Json] = {name: {"type": "string", "description": text} for name, text in TEXTS.items()}
     return {name: texts.get(name, schema) for name, schema in fields.items()}

@@ -1,4 +1,4 @@
-"""What a route was sent, made into an ``ExtractRequest``: validated, and the same whatever it was sent as."""
+"""Parses bodies and queries into an ``ExtractRequest``, the same for all content types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from layertap.models.lru_cache import LRUCache
 from layertap.service.engine.limits import check_count, check_results
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import UnsupportedMediaError
-from layertap.service.http.body import MULTIPART, load_json, parse_multipart
+from layertap.service.http.body import JSON, MULTIPART, load_json, parse_multipart
 from layertap.service.http.query import ALWAYS, read_fields
 from layertap.service.http.receiving import MAX_KEPT, PICTURE, TEXT, Envelope, write_rest
 from layertap.service.inputs.arrays import read_npy, read_npz, read_safetensors
@@ -26,16 +26,15 @@ from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
 from layertap.service.types import TILES
 
-NPZ = "application/x-npz"
 Readers = Sequence[Callable[[], InputItem]]  # of each input
-# What JSON documents ask for, with other inputs: then what is asked is not validated again.
+# Requests of JSON documents, which are not validated again when they come with other inputs.
 _asked: LRUCache[Hashable, ExtractRequest] = LRUCache(MAX_KEPT)
 
 
 def parse_request(
     envelope: Envelope, data: bytes, settings: Settings, kind: type[RequestBody]
 ) -> tuple[ExtractRequest, SentInputs]:
-    """What a request with such a body asks, and what it sent; computes, so it belongs in a thread.
+    """The request in a body and its envelope, and its inputs; for a thread, unless the body is short.
 
     BadRequestError, UnsupportedMediaError, TooLargeError, RequestError.
     """
@@ -63,37 +62,34 @@ def _parse_body(
         request = _parse_query(envelope, settings, kind)
         if media_type == TEXT:
             _check_charset(envelope.content_type)
-        return request, [partial(read, data)]
-    if media_type == NPZ:
-        request = _parse_query(envelope, settings, kind)
-        return request, [lambda: ArraysItem(read_npz(data, settings.max_body_bytes), may_batch=True)]
-    if media_type == "application/json":
+        return request, [partial(read, data, settings)]
+    if media_type == JSON:
         envelope.query.check_names(ALWAYS, "a JSON body says everything itself")
         return _parse_document(envelope, data, settings, kind)
     if media_type == MULTIPART:
         return _parse_multipart(envelope, data, settings, kind)
     if not data and not media_type:  # a dry run needs no input
         return _parse_query(envelope, settings, kind), []
-    raise UnsupportedMediaError(
-        "a body of this content type is not taken",
-        hint="send Content-Type: application/json, multipart/form-data, image/jpeg (or another image type), "
-        "text/plain, application/x-npy, application/x-npz or application/x-safetensors",
-    )
+    arrays = ", ".join(sorted(BODY_READERS.keys() - {PICTURE, TEXT}))
+    hint = f"send Content-Type: {JSON}, {MULTIPART}, {TEXT}, image/jpeg (or another image type), {arrays}"
+    raise UnsupportedMediaError("a body of this content type is not taken", hint=hint)
 
 
 def _parse_multipart(
     envelope: Envelope, data: bytes, settings: Settings, kind: type[RequestBody]
 ) -> tuple[ExtractRequest, Readers]:
-    """The part that is called ``request``, or the query, and the inputs in all others."""
-    parts = parse_multipart(envelope.content_type, data, settings)
-    requests = [part.data for part in parts if part.name == "request"]
-    inputs = [part for part in parts if part.name != "request"]
-    if len(requests) > 1:
-        raise RequestError("a multipart body has at most one part named 'request'", hint="rename the others")
-    for part in inputs:
-        if part.name not in PART_READERS:
+    """The request in the part named ``request``, or else in the query, and the inputs in all other parts."""
+    requests, inputs = [], []
+    for part in parse_multipart(envelope.content_type, data, settings):
+        if part.name == "request":
+            requests.append(part.data)
+        elif (read := PART_READERS.get(part.name)) is not None:
+            inputs.append(partial(read, part.data))
+        else:
             hint = "name parts 'images', 'texts' or 'tensors'; a safetensors body has arrays by the model's inputs"
             raise RequestError(f"a part named {escape(part.name)} is not taken", hint=hint)
+    if len(requests) > 1:
+        raise RequestError("a multipart body has at most one part named 'request'", hint="rename the others")
     check_count(len(inputs), settings)
     if requests:
         envelope.query.check_names(ALWAYS, "the part 'request' says everything itself")
@@ -102,11 +98,11 @@ def _parse_multipart(
             raise RequestError("a multipart request has its inputs in parts of their own", hint="leave 'inputs' out")
     else:
         request = _parse_query(envelope, settings, kind)
-    return request, [partial(PART_READERS[part.name], part.data) for part in inputs]
+    return request, inputs
 
 
 def _parse_query(envelope: Envelope, settings: Settings, kind: type[RequestBody]) -> ExtractRequest:
-    """What the query parameters ask for."""
+    """The request in the query parameters."""
     key = kind, settings.reply_limits
     if (request := envelope.asked.get(key)) is None:
         fields = read_fields(envelope.query, _list_fields(kind))
@@ -119,7 +115,7 @@ def _parse_query(envelope: Envelope, settings: Settings, kind: type[RequestBody]
 
 
 def _make_request(envelope: Envelope, settings: Settings, body: RequestBody) -> ExtractRequest:
-    """What a body asks for; RequestError."""
+    """The request in a body; RequestError."""
     dry_run = envelope.query.get_flag("dry_run")
     if dry_run and not isinstance(body, ExtractBody):
         raise RequestError("only an extraction has a dry run", hint="ask POST /extract?dry_run=true")
@@ -128,13 +124,13 @@ def _make_request(envelope: Envelope, settings: Settings, body: RequestBody) -> 
         raise RequestError.from_faults([fault])
     reply = ReplyOptions(body.encoding, body.tiles or TILES, format=envelope.format, limits=settings.reply_limits)
     request = ExtractRequest(dry_run=dry_run, reply=reply, **body.request_fields)
-    if len(body.inputs) == 1 and request.input_options:  # of which there may be several rows
+    if len(body.inputs) == 1 and request.input_options:  # the input may have several rows
         return replace(request.for_input(0), input_options={})
     return request
 
 
 def _list_fields(kind: type[RequestBody]) -> AbstractSet[str]:
-    """The fields of a body that its query may have: all but the inputs, which the body itself is then."""
+    """The fields of a body that a query may have: all but the inputs, which are then in the body itself."""
     return {each.alias or name for name, each in kind.model_fields.items()} - {"inputs"}
 
 
@@ -160,7 +156,7 @@ def _parse_document(
 
 
 def _check_sizes(value: Any, settings: Settings) -> None:
-    """TooLargeError where more is asked than may be: what would take long to look at need not be looked at."""
+    """TooLargeError for too many inputs or layers, before their validation, which would take long."""
     fields = value if isinstance(value, dict) else {}
     inputs, layers = fields.get("inputs"), fields.get("layers")
     if isinstance(inputs, list):
@@ -171,21 +167,21 @@ def _check_sizes(value: Any, settings: Settings) -> None:
 
 
 def _check_charset(content_type: str) -> None:
-    """UnsupportedMediaError for a text that is no UTF-8."""
+    """UnsupportedMediaError for a text in another charset than UTF-8."""
     charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8")
     if charset.lower() not in (b"utf-8", b"utf8", b"us-ascii"):
         raise UnsupportedMediaError("a text of this charset is not taken", hint="send UTF-8")
 
 
-PART_READERS: Mapping[str, Callable[[bytes], InputItem]] = {  # of parts that are one input each
+PART_READERS: Mapping[str, Callable[[bytes], InputItem]] = {  # of a part, which is one input, by name
     "images": ImageItem,
     "texts": TextItem.decode,
     "tensors": lambda data: ArraysItem({None: read_npy(data)}),
 }
-BODY_READERS: Mapping[str, Callable[[bytes], InputItem]] = {  # by media type
-    PICTURE: ImageItem,
-    TEXT: TextItem.decode,
-    # Of these arrays rows may be a batch.
-    "application/x-npy": lambda data: ArraysItem({None: read_npy(data)}, may_batch=True),
-    "application/x-safetensors": lambda data: ArraysItem(read_safetensors(data), may_batch=True),
+BODY_READERS: Mapping[str, Callable[[bytes, Settings], InputItem]] = {  # of a body by media type; arrays may be a batch
+    PICTURE: lambda data, _: ImageItem(data),
+    TEXT: lambda data, _: TextItem.decode(data),
+    "application/x-npy": lambda data, _: ArraysItem({None: read_npy(data)}, may_batch=True),
+    "application/x-npz": lambda data, settings: ArraysItem(read_npz(data, settings.max_body_bytes), may_batch=True),
+    "application/x-safetensors": lambda data, _: ArraysItem(read_safetensors(data), may_batch=True),
 }

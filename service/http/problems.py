@@ -1,6 +1,6 @@
-"""Errors as problems, by one table of which class has which status, and as ``application/problem+json`` (RFC 9457).
+"""Errors as problems, by a table of statuses, and as ``application/problem+json`` (RFC 9457).
 
-Routes that speak another protocol encode the same problems in its way.
+Routes of other protocols encode the same problems in their own way.
 """
 
 from __future__ import annotations
@@ -27,23 +27,7 @@ from layertap.models.errors import (
     UnknownModelError,
     clear_tracebacks,
 )
-from layertap.service.errors import (
-    BadRequestError,
-    BodyTimeoutError,
-    ClientGoneError,
-    ConflictError,
-    DeadlineError,
-    ForbiddenError,
-    ForwardError,
-    KeyMissingError,
-    NotAcceptableError,
-    NotInstalledError,
-    QueueFullError,
-    RetryLaterError,
-    TooManyConnectionsError,
-    UnavailableError,
-    UnsupportedMediaError,
-)
+from layertap.service import errors
 from layertap.service.schemas.validation_errors import convert_errors
 
 MEDIA_TYPE = "application/problem+json"
@@ -55,25 +39,22 @@ BUG_DETAIL = "something went wrong in the server; its log has the details"
 
 @dataclass(frozen=True)
 class Problem:
-    """What a caller is told of an error: its status, its kind by a short name, what happened, what to do instead.
-
-    ``detail`` may be longer than a reply should be; ``headers`` belong to the status.
-    """
+    """The public part of an error."""
 
     status: int
-    kind: str
-    detail: str
+    kind: str  # a short name
+    detail: str  # may be too long for a reply
     request_id: str
-    hint: str = ""
+    hint: str = ""  # what to do instead
     faults: tuple[Fault, ...] = ()
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)  # of the status
 
 
 ProblemEncoder = Callable[[Problem], Response]
 
 
 def encode_problem(problem: Problem) -> Response:
-    """A problem's reply, below 1 KiB whatever went wrong: of many faults the first are shown and all are counted."""
+    """A problem as a reply of less than 1 KiB, with the first faults and the number of others."""
     body: dict[str, Any] = {
         "type": f"urn:layertap:problem:{problem.kind}",
         "title": TITLES.get(problem.status) or HTTPStatus(problem.status).phrase,
@@ -94,9 +75,9 @@ def encode_problem(problem: Problem) -> Response:
 
 
 def describe_error(error: Exception, request_id: str) -> Problem:
-    """What the caller is told of an error, by the table; of the error nothing else is left.
+    """An error as a problem, by the table; drops the error's frames.
 
-    What is no error of the tree is a bug, of the server or of a model: its caller hears just that.
+    Errors outside of the tree are bugs of the server or of a model, and are not described.
     """
     clear_tracebacks(error)
     if isinstance(error, HTTPException):
@@ -107,25 +88,22 @@ def describe_error(error: Exception, request_id: str) -> Problem:
         error = RequestError(faults[0].detail, faults=faults)
     status, kind = next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
     if not isinstance(error, LayertapError):
-        detail = f"{error}; {IN_THE_LOG}" if isinstance(error, ForwardError) else BUG_DETAIL
+        detail = f"{error}; {IN_THE_LOG}" if isinstance(error, errors.ForwardError) else BUG_DETAIL
         return Problem(status, kind, detail, request_id)
     headers = dict(HEADERS.get(status, {}))
-    if isinstance(error, RetryLaterError):
+    if isinstance(error, errors.RetryLaterError) and error.retry_after is not None:
         headers["Retry-After"] = format_retry_after(error.retry_after)
     return Problem(status, kind, error.detail, request_id, error.hint, error.faults, headers)
 
 
 def format_retry_after(seconds: float) -> str:
-    """A value of ``Retry-After``: so many seconds, at least 1, and by chance up to a quarter and a second more.
-
-    So clients that are refused together do not come back together.
-    """
+    """A value of ``Retry-After``: seconds, at least 1, plus a random part, so that clients do not return together."""
     earliest = max(1, math.ceil(seconds))
     return str(random.randint(earliest, earliest + 1 + earliest // 4))  # noqa: S311 - this is no secret
 
 
 def format_fault(fault: Fault) -> dict[str, Any]:
-    """A fault as it stands in ``errors``: cut, and without what it does not have."""
+    """A fault as in ``errors``: with texts cut, and without empty fields."""
     cut = {key: value[:MAX_DETAIL] if isinstance(value, str) else value for key, value in asdict(fault).items()}
     return {key: value for key, value in cut.items() if value is not None and value != ""}
 
@@ -141,25 +119,25 @@ OF_ROUTING = {
 }
 
 STATUS: dict[type[BaseException], tuple[int, str]] = {
-    BadRequestError: (400, "bad-request"),
-    KeyMissingError: (401, "key-missing"),
-    ForbiddenError: (403, "forbidden"),
+    errors.BadRequestError: (400, "bad-request"),
+    errors.KeyMissingError: (401, "key-missing"),
+    errors.ForbiddenError: (403, "forbidden"),
     UnknownModelError: (404, "unknown-model"),
-    NotAcceptableError: (406, "not-acceptable"),
-    ConflictError: (409, "conflict"),
-    BodyTimeoutError: (408, "body-timeout"),
+    errors.NotAcceptableError: (406, "not-acceptable"),
+    errors.ConflictError: (409, "conflict"),
+    errors.BodyTimeoutError: (408, "body-timeout"),
     TooLargeError: (413, "too-large"),
-    UnsupportedMediaError: (415, "unsupported-media-type"),
+    errors.UnsupportedMediaError: (415, "unsupported-media-type"),
     RequestError: (422, "invalid-request"),
     LayerNotReachedError: (422, "layer-not-reached"),
-    QueueFullError: (429, "queue-full"),
-    ClientGoneError: (499, "client-gone"),
-    NotInstalledError: (501, "not-installed"),
-    TooManyConnectionsError: (503, "too-many-connections"),
-    UnavailableError: (503, "unavailable"),
-    DeadlineError: (504, "deadline"),
+    errors.QueueFullError: (429, "queue-full"),
+    errors.ClientGoneError: (499, "client-gone"),
+    errors.NotInstalledError: (501, "not-installed"),
+    errors.TooManyConnectionsError: (503, "too-many-connections"),
+    errors.UnavailableError: (503, "unavailable"),
+    errors.DeadlineError: (504, "deadline"),
     LayertapError: (500, "bug"),
-    ForwardError: (500, "model-raised"),
+    errors.ForwardError: (500, "model-raised"),
     Exception: (500, "bug"),
 }
 
@@ -170,15 +148,15 @@ HEADERS: dict[int, dict[str, str]] = {
     415: {"Accept-Encoding": "gzip"},  # of bodies
 }
 
-HINTS: dict[int, str] = {  # where an error itself has none
+HINTS: dict[int, str] = {  # for errors without one
     400: "GET /docs shows what a request looks like",
     408: "send it faster, or in several requests",
     422: "GET /docs has every field with its type, its limits and examples",
     503: "come again as Retry-After says",
-    500: "report it, with the request_id and what the server's log says of it",
+    500: "report it, with the request_id and the server's log of it",
 }
 
-TITLES = {  # where Python has none, or one older than RFC 9110
+TITLES = {  # that Python lacks, or has from before RFC 9110
     413: "Content Too Large",
     422: "Unprocessable Content",
     499: "Client Closed Request",

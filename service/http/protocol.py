@@ -24,33 +24,33 @@ from layertap.service.metrics import ConnectionReason, Metrics
 from layertap.service.settings import UNIX, Settings
 
 log = logging.getLogger("layertap.access")
-MAX_PIPELINED = 128  # requests of a connection that have come before the one in hand is answered
-EXTRA, EXTRA_S = 128, 2.0  # connections over the limit that are answered, and how long one may take to ask
-MIN_BYTES_PER_S = 1024  # that the reader of a reply has to take
-OFFER = re.compile(rb"\n([Uu][Pp][Gg][Rr][Aa][Dd][Ee])[ \t]*:")  # of HTTP/2, by Java's client
-PROBE, PROBE_S = b"HTTP/1.1 100 Continue\r\n\r\n", 0.1  # clients pass over it
+MAX_PIPELINED = 128  # requests of a connection that wait for the one in hand
+EXTRA, EXTRA_S = 128, 2.0  # connections over the limit that are answered, and seconds to send a request on them
+MIN_BYTES_PER_S = 1024  # a slower reader of a reply is cut
+OFFER = re.compile(rb"\nupgrade:", re.IGNORECASE)  # of HTTP/2, by Java's client
+PROBE, PROBE_S = b"HTTP/1.1 100 Continue\r\n\r\n", 0.1  # clients ignore it
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2: with forward secrecy and authenticated; TLS 1.3 has no others
 SHUTDOWN_SHARE = 0.9  # of the deadline: admitted requests are expected to end within less; supervisors wait as long
 
 
 class _Requests(HttpToolsProtocol):
-    """uvicorn's protocol, with a bound on requests that wait for the one in hand."""
+    """uvicorn's protocol, with a bound on pipelined requests."""
 
     def on_headers_complete(self) -> None:
-        """A head has come; fields that come behind the body are none of it."""
+        """Begin a request; trailers after its body are not part of its head."""
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise ValueError("too many requests wait")  # for the parser, to which it is no HTTP
+            raise ValueError("too many requests wait")  # the parser takes it as invalid HTTP
         super().on_headers_complete()
         self.headers = []
 
     def on_message_complete(self) -> None:
-        """A request has come; read on, to see whether its client leaves, where a long body has stopped that."""
+        """Resume reading, which a long body has paused, so that a client that leaves is noticed."""
         super().on_message_complete()
         if not self.pipeline:
             self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, once the requests that came whole before it are answered."""
+        """Refuse invalid HTTP, after the replies to the requests before it."""
         last = self.cycle
         if last is None or last.response_complete or (last.more_body and not (self.pipeline or last.response_started)):
             super().send_400_response(msg)
@@ -62,28 +62,26 @@ class _Requests(HttpToolsProtocol):
 
 
 class Connection(asyncio.Protocol, asyncio.Transport):
-    """The protocol of a socket's transport, and the transport of uvicorn's protocol.
-
-    ``exchange`` is the request in hand. ``unclaimed``: bytes since that began, or since a piece of its body was read.
-    """
+    """The protocol of a socket's transport, and the transport of uvicorn's protocol."""
 
     def __init__(self, *, settings: Settings, metrics: Metrics, app_state: dict[str, Any], **options: Any) -> None:
         self._uvicorn = _Requests(app_state={**app_state, "connection": self}, **options)
         self._settings, self._metrics = settings, metrics
         self._loop = asyncio.get_running_loop()
-        self.exchange: Exchange | None = None
-        self.unclaimed = 0
+        self.exchange: Exchange | None = None  # the request in hand
+        self.unclaimed = 0  # bytes since that began, or since a piece of its body was read
+        self._read = b""  # the last bytes of an unfinished head
         self._waits_since = self._loop.time()  # for a request; inf: for none
-        self._begins_reply, self._head = False, b""
+        self._head: bytes | None = b""  # of a reply, held back; None: the reply has not begun
         self._written, self._taken, self._taken_at = 0, 0, self._loop.time()
-        self._begun, self._peer_ended = 0, False
+        self._peer_ended = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request, but not for ever."""
+        """Wait for a request, for a limited time."""
         self._transport = transport
         extra = {name: transport.get_extra_info(name) for name in ("socket", "sslcontext", "sockname", "peername")}
         self._socket: socket.socket = extra["socket"]
-        if self._socket.family == socket.AF_UNIX:  # who connects there has no address but what proxies are named by
+        if self._socket.family == socket.AF_UNIX:  # its clients have no address; settings name such proxies UNIX
             extra |= {"socket": None, "peername": (UNIX, 0)}
         asyncio.Transport.__init__(self, extra)
         for name in ("is_closing", "pause_reading", "resume_reading", "abort"):
@@ -110,65 +108,64 @@ class Connection(asyncio.Protocol, asyncio.Transport):
             self.exchange.leave()
 
     def begin(self, exchange: Exchange) -> None:
-        """Have a request in hand."""
-        self.exchange = exchange
+        """Take a request in hand."""
+        self.exchange, self._read, self._head = exchange, b"", None
         self.unclaimed, self._waits_since = 0, math.inf
-        self._begins_reply = True
-        self._begun += 1
 
     def end(self, exchange: Exchange) -> None:
-        """Have it in hand no longer."""
+        """Let go of a request."""
         if self.exchange is exchange:
             self.exchange = None
-        if self._peer_ended:
-            self._loop.call_soon(self._close_unless_more, self._begun)
+        if self._peer_ended and self._is_idle():
+            self.close()
 
     def data_received(self, data: bytes) -> None:
-        """Read on, unless too much comes that is no body: the parser keeps a field until it ends."""
+        """Parse what has come, unless too much comes that is not a body: the parser keeps a field until it ends."""
         if self.unclaimed > self._settings.max_head_bytes:
             self._give_up("head_too_large")
             return
         self.unclaimed += len(data)
         if self.exchange is None:
             self._waits_since = min(self._waits_since, self._loop.time())
-            # The parser takes no body of a request that offers another protocol.
-            if offer := OFFER.search(data.partition(b"\r\n\r\n")[0]):
-                data = data[: offer.start(1)] + b"x-offer" + data[offer.end(1) :]
+            # The parser skips the body of a request that offers another protocol, so the field gets another name.
+            seen = self._read + data
+            if offer := OFFER.search(seen.partition(b"\r\n\r\n")[0]):
+                colon = offer.end() - 1 - len(self._read)
+                data = data[:colon] + b"-ignored" + data[colon:]
+            self._read = seen[-len(b"\nupgrade") :]
         self._uvicorn.data_received(data)
         if self._transport.is_closing():  # it has answered 400
             self._metrics.count("connections_refused_total", "bad_request")
 
     def eof_received(self) -> bool:
         """Whether the connection stays open: a client that has sent its last request may still read the reply."""
-        exchange, goes_on = self.exchange, self.get_extra_info("sslcontext") is None  # TLS has no halves
-        if exchange is not None:
-            goes_on = goes_on and not exchange.awaits_body and exchange.scope["http_version"] != "1.0"
-        if goes_on:
-            self._peer_ended = True
-            self._loop.call_soon(self._close_unless_more, self._begun)
-            if exchange is not None and not exchange.facts.status:
-                self._transport.write(PROBE)
-                self._look_for_reset(exchange)
-        return goes_on
+        is_tls = self.get_extra_info("sslcontext") is not None  # which can't be half-closed
+        if is_tls or self._is_idle() or self._uvicorn.cycle.scope["http_version"] == "1.0":
+            return False
+        self._peer_ended = True
+        self._loop.call_soon(self._probe, PROBE)
+        return True
 
-    def _close_unless_more(self, begun: int) -> None:
-        """Close, unless a request that came before the end has begun since."""
-        if self.exchange is None and self._begun == begun:
-            self.close()
+    def _is_idle(self) -> bool:
+        """Whether no whole request waits for its reply."""
+        last = self._uvicorn.cycle
+        return last is None or last.response_complete or (last.more_body and not self._uvicorn.pipeline)
 
-    def _look_for_reset(self, exchange: Exchange) -> None:
-        """Leave if the probe was answered by the system of a client that is gone; the event loop does not tell."""
-        if self.exchange is not exchange or exchange.facts.status or self.is_closing():
+    def _probe(self, data: bytes) -> None:
+        """Send this, and abort once the system of a client that is gone has reset the connection because of it."""
+        if self.exchange is None or self.exchange.facts.status or self.is_closing():
             return
-        if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # the event loop does not report it
             self._transport.abort()
-        self._loop.call_later(PROBE_S, self._look_for_reset, exchange)
+            return
+        self._transport.write(data)
+        self._loop.call_later(PROBE_S, self._probe, b"")
 
     def write(self, data: Buffer) -> None:  # type: ignore[override]
-        """Send; the head of a reply goes with what follows within this turn of the loop, by one call of the system."""
+        """Send; a reply's head is sent together with what follows within this turn of the loop."""
         self._written += len(data)
-        if self._begins_reply:
-            self._begins_reply, self._head, self._taken_at = False, bytes(data), self._loop.time()
+        if self._head is None:
+            self._head, self._taken_at = bytes(data), self._loop.time()
             self._flushing = self._loop.call_soon(self._flush)
             return
         if self._head and len(data) <= SMALL:
@@ -190,14 +187,14 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         self._transport.close()
 
     def count_taken(self) -> int:
-        """Bytes that the peer has acknowledged; where the system does not tell, that the system has taken."""
-        unsent = self._transport.get_write_buffer_size() + len(self._head)
+        """Bytes that the peer has acknowledged; if the system does not say, bytes that the system has taken."""
+        unsent = self._transport.get_write_buffer_size() + len(self._head or b"")
         with suppress(OSError, ValueError):  # it is closed, or its system has no such call
             unsent += int.from_bytes(fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
         return self._written - unsent
 
     def _check_times(self) -> None:
-        """Give up where no request comes, or too little of what waits to be sent is taken."""
+        """Cut the connection if no request comes, or too little of a reply is taken."""
         now, timeout_s = self._loop.time(), self._settings.send_timeout_s
         taken = self.count_taken()
         if not self._transport.get_write_buffer_size() or taken - self._taken >= MIN_BYTES_PER_S * timeout_s:

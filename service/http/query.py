@@ -1,7 +1,4 @@
-"""The part of a URL behind the question mark, and the fields of a body as it says them.
-
-A field is a value, or JSON where a body has an object or a list.
-"""
+"""Query parameters, and the fields of a body in them: as values, or as JSON for an object or a list."""
 
 from __future__ import annotations
 
@@ -12,29 +9,29 @@ from starlette.datastructures import QueryParams
 
 from layertap.models.errors import Fault, RequestError, escape, find_nearest, suggest
 from layertap.service.http.body import load_json
+from layertap.service.schemas.base import FLAGS
 
 MAX_LIST_ITEMS = 50_000  # in one parameter
-MAX_DIGITS = 10  # of the number of a class
-FLAGS = {"true": True, "1": True, "false": False, "0": False}
+MAX_DIGITS = 10  # of a class
 ALWAYS = frozenset({"format", "dry_run"})
-BESIDE = {"class": "objective", "target": "objective"}  # whose part each is
+PARTS = {"class": "objective", "target": "objective"}  # parameters that are parts of an object
 LISTS = frozenset({"layers", "method", "classes", "each", "values"})  # separated by commas
 OBJECTS = frozenset({"objective", "target", "interventions", "baseline", "from", "tensor", "region"})
-MAYBE_JSON = LISTS | OBJECTS  # where a value begins as a list or an object
+MAYBE_JSON = LISTS | OBJECTS  # if the value begins as a list or an object
 
 
 class Query(QueryParams):
-    """The parameters of a query, which may be given several times."""
+    """The parameters of a query."""
 
     def get_one(self, key: str) -> str | None:
-        """What a parameter says, None where it is not given; RequestError where it is given several times."""
+        """The value of a parameter, None if it is missing; RequestError if it is given several times."""
         values = self.getlist(key)
         if len(values) > 1:
             raise RequestError(f"the query parameter '{key}' is given {len(values)} times", hint="give it once")
         return values[0] if values else None
 
     def get_flag(self, key: str) -> bool:
-        """Whether a parameter says true; RequestError where it says neither that nor false."""
+        """Whether a parameter is true; RequestError if it is neither true nor false."""
         value = self.get_one(key)
         flag = FLAGS.get("false" if value is None else value.lower())
         if flag is None:
@@ -42,7 +39,7 @@ class Query(QueryParams):
         return flag
 
     def check_names(self, allowed: AbstractSet[str], reason: str = "") -> None:
-        """RequestError where a parameter is none of these; ``reason`` says why there are no others."""
+        """RequestError for a parameter that is not allowed; ``reason`` says why there are no others."""
         for key in self:
             if key not in allowed:
                 offered = ", ".join(sorted(allowed))
@@ -52,34 +49,33 @@ class Query(QueryParams):
                 raise RequestError(f"the query parameter {escape(key)} is not taken here", hint=hint)
 
     def check(self, allowed: AbstractSet[str]) -> None:
-        """RequestError where a parameter is none of these, or given several times."""
+        """RequestError for a parameter that is not allowed, or given several times."""
         self.check_names(allowed)
         for key in allowed:
             self.get_one(key)
 
 
 def read_fields(query: Query, names: AbstractSet[str]) -> dict[str, Any]:
-    """The fields of a body that has these ``names``, as plain data.
+    """The fields of a body with these ``names``, as plain data.
 
-    RequestError for a parameter that is none of them, or contradicts another; BadRequestError, TooLargeError for one
-    that holds JSON as for a body.
+    RequestError for a parameter that is none of them, or contradicts another; errors of ``load_json``.
     """
-    known = names | {part for part, whole in BESIDE.items() if whole in names}
+    known = names | {part for part, whole in PARTS.items() if whole in names}
     query.check_names(ALWAYS | known)
     return join_parts({name: _read_field(query, name) for name in query if name in known})
 
 
 def join_parts(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields with an objective by its kind as an object, and with what stands beside an object in it; RequestError."""
-    joined = {name: value for name, value in fields.items() if name not in BESIDE}
+    """Fields with an objective's kind as an object, and with parts of an object put in it; RequestError."""
+    joined = {name: value for name, value in fields.items() if name not in PARTS}
     if isinstance(kind := joined.get("objective"), str):
         joined["objective"] = {"kind": kind}
-    for name in (each for each in fields if each in BESIDE):
-        whole = joined.setdefault(BESIDE[name], {})
+    for name in (each for each in fields if each in PARTS):
+        whole = joined.setdefault(PARTS[name], {})
         if not isinstance(whole, dict) or name in whole:
-            detail = f"'{name}' beside a '{BESIDE[name]}' that has its own, or is no object"
-            raise RequestError.from_faults([Fault(detail, "give it once", f"/{BESIDE[name]}")])
-        joined[BESIDE[name]] = {**whole, name: fields[name]}
+            detail = f"'{name}' is given, and '{PARTS[name]}' has its own or is not an object"
+            raise RequestError.from_faults([Fault(detail, "give it once", f"/{PARTS[name]}")])
+        joined[PARTS[name]] = {**whole, name: fields[name]}
     return joined
 
 
@@ -100,5 +96,5 @@ def _read_value(name: str, text: str) -> Any:
 
 
 def _read_class(text: str) -> int | str:
-    """The number of a class, or else the text as it is, for the body's own check."""
+    """The number of a class, or else the text, for the body's validation."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS else text

@@ -1,4 +1,4 @@
-"""Features as a reply: encoded, described in its head, and sent piece by piece as the peer takes it."""
+"""Features as a reply: encoded, described in headers, and sent piece by piece."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from layertap.service.http.exchange import LARGE
 from layertap.service.inputs.items import ImageItem
 from layertap.service.pictures.overlay import SentPicture
 
-PIECE = 2**20  # bytes that wait for the peer at a time
+PIECE = 2**20  # bytes that are sent at a time
 MAX_CLASSES, MAX_CLASSES_CHARACTERS = 64, 1536
 SIZE = attrgetter("size")
 
@@ -38,11 +38,11 @@ T = TypeVar("T")
 async def encode_response(
     features: Features, request: ExtractRequest, sent: SentInputs, engine: Engine, ticket: Ticket
 ) -> Response:
-    """Features as a reply, in the format that was asked for."""
+    """Features as a reply in the requested format."""
     options = request.reply
     if options.format.is_picture:
         options = replace(
-            options, sent_pictures=list_originals(request, sent, features, ticket, engine.settings.max_pixels)
+            options, originals=list_originals(request, sent, features, ticket, engine.settings.max_pixels)
         )
     encode = partial(options.format.encode, features, options)
     buffers = await run_encoder(encode, features, engine, ticket, in_thread=options.format.is_picture)
@@ -52,7 +52,7 @@ async def encode_response(
 async def run_encoder(
     encode: Callable[[], T], features: Features, engine: Engine, ticket: Ticket, *, in_thread: bool = False
 ) -> T:
-    """What an encoder makes of features, in a thread unless that takes less time than the way there and back."""
+    """The result of an encoder of features, which runs in a thread if it takes long."""
     started = time.perf_counter()
     try:
         numbers = sum(map(SIZE, features.arrays.values()))
@@ -66,10 +66,10 @@ async def run_encoder(
 def list_originals(
     request: ExtractRequest, sent: SentInputs, features: Features, ticket: Ticket, max_pixels: int
 ) -> tuple[SentPicture | None, ...]:
-    """What the rows of an answer are pictures of, for those who show them; empty where rows are no single inputs.
+    """The picture of each row, to be drawn below maps; empty if rows are not single inputs.
 
-    None stands for a TIFF, for what was no picture, or is at a URL and was not fetched before. Empty too where a
-    library's own processor makes the rows: which part of a picture a model sees is not known then.
+    None for a TIFF, another kind of input, or a URL that was not fetched before. Empty too if a library's processor
+    makes the rows, because it is unknown which part of a picture the model sees.
     """
     handle = ticket.handles.get(request.model)
     spec = handle.model.model_inputs.preprocess if handle is not None else None
@@ -81,7 +81,7 @@ def list_originals(
 
 
 def describe_features(features: Features) -> dict[str, str]:
-    """What the head of a reply says of its features."""
+    """The headers of a reply with features."""
     headers = {"X-Layertap-Fingerprint": features.fingerprint}
     if features.errors:
         headers |= describe_skipped(features.errors)
@@ -89,28 +89,28 @@ def describe_features(features: Features) -> dict[str, str]:
         headers["X-Layertap-Verified"] = "true"
     if features.warnings:
         warnings = "; ".join(features.warnings)
-        headers["X-Layertap-Warnings"] = warnings.encode("ascii", "replace").decode()  # a name that is cut ends in "…"
+        headers["X-Layertap-Warnings"] = warnings.encode("ascii", "replace").decode()  # a cut name ends in "…"
     if features.top_classes:
         headers["X-Layertap-Top-Classes"] = _format_top_classes(describe_top_classes(features)[0])
     return headers
 
 
 def _format_top_classes(classes: Sequence[Mapping[str, Any]]) -> str:
-    """The best classes of an input as JSON in ASCII, as many as a head has room for: proxies take few KiB of it."""
-    shown = orjson.loads(orjson.dumps(classes[:MAX_CLASSES]))  # what is no number is null
+    """The top classes of an input as JSON in ASCII, as many as fit a head: proxies limit it to a few KiB."""
+    shown = orjson.loads(orjson.dumps(classes[:MAX_CLASSES]))  # NaN becomes null
     while len(text := json.dumps(shown)) > MAX_CLASSES_CHARACTERS:
         shown.pop()
     return text
 
 
 def describe_skipped(faults: Sequence[Fault]) -> dict[str, str]:
-    """What the head of a reply says of inputs that were left out, where some were."""
-    places = ",".join(map(str, list_skipped(faults)))
-    return {"X-Layertap-Skipped": places} if places else {}
+    """The header with the indices of inputs that were left out, if any."""
+    skipped = ",".join(map(str, list_skipped(faults)))
+    return {"X-Layertap-Skipped": skipped} if skipped else {}
 
 
 class BuffersResponse(Response):
-    """A reply of buffers, of which the list is emptied; the next is sent when the peer has taken those before it."""
+    """A reply of buffers, each sent and let go when the peer has taken those before it."""
 
     def __init__(self, buffers: Buffers, headers: Mapping[str, str], media_type: str) -> None:
         self.status_code = 200
@@ -118,11 +118,10 @@ class BuffersResponse(Response):
         self._size = sum(map(len, buffers))
         self._buffers = deque(buffers)
         self.raw_headers = [(b"content-length", b"%d" % self._size), (b"content-type", media_type.encode())]
-        for name, value in headers.items():
-            self.raw_headers.append((name.lower().encode(), value.encode("latin-1")))
+        self.raw_headers += [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it; what is sent here waits until the system has taken nearly all that came before."""
+        """Send it; each ``send`` waits until the system has taken nearly all that came before."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if self._size <= LARGE:
             await send({"type": "http.response.body", "body": b"".join(self._buffers)})
@@ -133,7 +132,7 @@ class BuffersResponse(Response):
 
 
 def _cut_pieces(buffers: deque[Buffer]) -> Iterator[Buffer]:
-    """Buffers in pieces of bounded size, small ones joined; they are taken out of the queue."""
+    """Buffers, removed from the queue, in pieces of bounded size; small ones are joined."""
     small: list[Buffer] = []
     size = 0
     while buffers:

@@ -10,12 +10,12 @@ from typing import Any
 from layertap.models.errors import LayertapError, escape
 
 ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})  # a name may have an address of a family that is off
-REFUSALS = {  # why the server can't listen there, and what to type instead
+REFUSALS = {  # the reason, and what to type instead
     errno.EADDRINUSE: ("is taken", "use --port with another number; --port 0 takes one that is free"),
     errno.EADDRNOTAVAIL: ("is no address of this machine", "use --host 127.0.0.1, or 0.0.0.0 for all addresses"),
     errno.EACCES: ("is not for this user", "use --port with a number from 1024 on"),
 }
-UNIX_MODE = 0o660  # for the server's user and group: without a key, whoever may open it may do everything
+UNIX_MODE = 0o660  # for the server's user and group, which need no key
 CONNECT_S = 1  # to find out whether a Unix socket is served
 Address = tuple[Any, ...] | str  # the latter is a Unix socket's path
 
@@ -46,7 +46,7 @@ def listen(host: str, port: int, uds: Path | None = None) -> list[socket.socket]
 
 
 def format_url(address: Address, scheme: str = "http") -> str:
-    """What a client types to reach a socket of this address; of a Unix socket its path, as nginx and curl write it."""
+    """The URL of a socket's address; of a Unix socket its path as nginx and curl write it."""
     if isinstance(address, str):
         return f"unix:{address}"
     host, port = address[:2]
@@ -54,7 +54,7 @@ def format_url(address: Address, scheme: str = "http") -> str:
 
 
 def _listen_at_path(path: Path) -> socket.socket:
-    """A listening Unix socket. A socket file whose server has ended is replaced; OSError becomes LayertapError."""
+    """A listening Unix socket, which replaces the file of a server that has ended; LayertapError."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         with socket.socket(socket.AF_UNIX) as probe:

@@ -1,6 +1,6 @@
-"""Traces for OpenTelemetry: of each request a span, with an event for each part of a step. Its packages are an extra.
+"""Traces by OpenTelemetry, an extra: a span for each request, with an event for each part of a step.
 
-The events are added once the request has ended, of the times that its road noted, in worker processes too.
+The events are added when the request has ended, from its timings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLOSE_S = 3.0
 
 
 def check_installed() -> None:
-    """LayertapError where the extra is missing."""
+    """LayertapError if the extra is missing."""
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.instrumentation.asgi
@@ -39,8 +39,8 @@ def check_installed() -> None:
 class RequestTracer:
     """Sends spans to a collector by OTLP over HTTP, in a thread of its own.
 
-    ``endpoint`` is its address without a path: ``http://collector:4318``. What OpenTelemetry's own variables
-    (``OTEL_…``) say of sampling, headers, resources and limits holds. LayertapError where the extra is missing.
+    ``endpoint`` is its address without a path: ``http://collector:4318``. OpenTelemetry's own variables (``OTEL_…``)
+    set sampling, headers, resources and limits. LayertapError if the extra is missing.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -50,24 +50,24 @@ class RequestTracer:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        variables = OTELResourceDetector().detect().attributes  # what is given to ``create`` comes before them
+        variables = OTELResourceDetector().detect().attributes  # else arguments of ``create`` come first
         resource = Resource.create({SERVICE_NAME: "layertap", SERVICE_VERSION: get_version(), **variables})
         exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces")
         self.provider: TracerProvider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self.provider.add_span_processor(BatchSpanProcessor(exporter))
 
     async def close(self) -> None:
-        """Send what waits, and end; a collector that does not answer is not waited for long."""
+        """Send what waits, for a limited time, and end."""
         thread = Thread(target=self.provider.shutdown, name="traces", daemon=True)
         thread.start()
         await asyncio.to_thread(thread.join, CLOSE_S)
 
 
 class TraceMiddleware:
-    """Has OpenTelemetry's middleware make a span of each request, in its caller's trace where there is one.
+    """Has OpenTelemetry's middleware make a span of each request, in its caller's trace if there is one.
 
-    That middleware is shown neither the query nor other headers, which it would record, and which break it where they
-    are no text; nor the end of the reply, at which it would end the span before all is known of the request.
+    That middleware does not see the query and other headers, which it would record, and which break it if they are not
+    text; nor the end of the reply, when it would end the span too early.
     """
 
     def __init__(self, app: ASGIApp, tracer: RequestTracer) -> None:
@@ -75,10 +75,8 @@ class TraceMiddleware:
         from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 
         self._app = app
-        # Without the spans that it would make of each piece.
-        self._traced = OpenTelemetryMiddleware(
-            self._pass_on, tracer_provider=tracer.provider, exclude_spans=["receive", "send"]
-        )
+        spans = ["receive", "send"]  # of each piece
+        self._traced = OpenTelemetryMiddleware(self._pass_on, tracer_provider=tracer.provider, exclude_spans=spans)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a request, with its ``trace`` in the scope's ``state``."""
@@ -100,7 +98,7 @@ class TraceMiddleware:
 
 
 class RequestTrace:
-    """The current span, of a request, whose identifiers its reply and its line in the log have."""
+    """The span of a request; the reply and the log have its identifiers."""
 
     def __init__(self) -> None:
         from opentelemetry.trace import get_current_span
@@ -111,7 +109,7 @@ class RequestTrace:
         self.traceparent = f"00-{self.trace_id}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
     def describe(self, timings: Timings, route: str) -> None:
-        """The request has ended: its span gets what its line in the log has, and an event for each part of a step."""
+        """Add the fields of the request's log line, and an event for each part of a step."""
         span, now, counter = self._span, time.time_ns(), time.perf_counter()
         if not span.is_recording():
             return

@@ -116,6 +116,8 @@ def _is_ycc(image: JpegImageFile) -> bool:
 
 
 def _open(data: bytes, max_pixels: int, check_size: CheckSize) -> ImageFile:
+    if not data:
+        raise InputError("the picture is empty: it has no bytes", hint=FORMATS_HINT)
     plugin = _choose_plugin(data)
     _raise_pillow_limit(max_pixels)
     reader = ImageReader(data)

@@ -1,4 +1,4 @@
-"""Sends requests at a rate, whatever becomes of those before, and counts what comes of each."""
+"""Sends requests at a rate, without waiting for answers, and counts the outcomes."""
 
 from __future__ import annotations
 
@@ -23,38 +23,28 @@ PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 
 class Sample(NamedTuple):
-    """A request, and what came of it: a status, or the name of an error.
-
-    ``seconds`` count from the moment it was due to the answer's end, ``late`` to the moment it was sent.
-    """
+    """A request and its outcome."""
 
     kind: RequestKind
-    outcome: int | str
+    outcome: int | str  # a status, or the name of an error
     failed: bool
-    seconds: float
-    late: float
+    seconds: float  # from the moment it was due to the answer's end
+    late: float  # seconds from the moment it was due until it was sent
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one kind of request, or of all.
-
-    ``failed``: no answer, or one that is neither expected nor allowed. ``goodput``: expected answers a second.
-    ``latency_ms``: percentiles of all answers but refusals (429, 503), by name.
-    """
+    """The figures of one kind of request, or of all."""
 
     requests: int
-    failed: int
+    failed: int  # without answer, or with one that is neither expected nor allowed
     outcomes: dict[int | str, int]
-    goodput: float
-    latency_ms: dict[str, float]
+    goodput: float  # expected answers a second
+    latency_ms: dict[str, float]  # percentiles of all answers but refusals (429, 503)
 
 
 class Sender:
-    """Sends requests of some kinds to a server, and keeps the ``samples``.
-
-    Answers with a status in ``allow`` are no failures. InputError: no such address or key.
-    """
+    """Sends requests to a server, and keeps ``samples``; statuses in ``allow`` are no failures. InputError."""
 
     def __init__(
         self, kinds: Sequence[RequestKind], url: str, timeout: float = 60.0, allow: Collection[int] = ()

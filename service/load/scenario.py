@@ -1,4 +1,4 @@
-"""Scenarios: what a YAML file says, as requests that are ready to send."""
+"""Scenarios: YAML files as requests that are ready to send."""
 
 from __future__ import annotations
 
@@ -20,38 +20,34 @@ from layertap.models.errors import LayertapError
 
 FOLDER = Path(__file__).parent / "scenarios"
 BUILT_IN = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
-PICTURES = "$pictures"  # in JSON, what stands for the pictures
+PICTURES = "$pictures"  # in JSON, replaced by the pictures
 Printable = Annotated[str, Field(pattern="^[ -~]*$")]
 
 
 class Body(NamedTuple):
-    """Bytes, and what they are declared as: a picture, or all that a request sends."""
+    """A picture, or the body of a request."""
 
     content: bytes
     media_type: str
 
 
 class RequestKind(BaseModel):
-    """``POST path`` with one of some bodies after another, as an entry of a file says it.
-
-    ``picture`` is a file or a folder, ``inputs`` how many pictures a body has, ``expect`` the right status. The context
-    of the validation is the folder where pictures are.
-    """
+    """An entry of a file: ``POST path`` with its bodies in turn. The validation's context is the folder of pictures."""
 
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
     name: Annotated[Printable, Field(min_length=1, max_length=60)]
     path: Annotated[str, Field(pattern="^/")]
-    picture: str | None = None
+    picture: str | None = None  # a file or a folder
     json_body: Annotated[dict[str, Any] | None, Field(alias="json")] = None
-    inputs: Annotated[int, Field(ge=1, le=1000)] = 1
+    inputs: Annotated[int, Field(ge=1, le=1000)] = 1  # pictures in a body
     headers: dict[str, Printable] = {}
     weight: Annotated[float, Field(gt=0, le=1e9)] = 1.0
-    expect: Annotated[int, Field(ge=100, le=599)] = 200
+    expect: Annotated[int, Field(ge=100, le=599)] = 200  # the right status
     _bodies: Iterator[Body] = iter(())
 
     def next_body(self) -> Body:
-        """What is sent next: all pictures take turns, and the last body is filled up with the first ones."""
+        """The next body: all pictures take turns, and the last body is filled up with the first ones."""
         return next(self._bodies)
 
     @model_validator(mode="after")
@@ -66,7 +62,7 @@ class RequestKind(BaseModel):
 
 
 def find_scenario(name: str) -> list[RequestKind]:
-    """The scenario of a file, or the one of that name that comes with the command; LayertapError, OSError."""
+    """The scenario of a file, or the built-in one of that name; LayertapError, OSError."""
     path = FOLDER / f"{name}.yaml" if name in BUILT_IN else Path(name)
     if not path.exists():
         raise LayertapError(f"there is no scenario {name!r}", hint=f"a file, or one of {', '.join(BUILT_IN)}")
@@ -80,7 +76,7 @@ def find_scenario(name: str) -> list[RequestKind]:
 
 
 def make_scenario(data: object, folder: Path) -> list[RequestKind]:
-    """The kinds of requests that a file's content means, whose pictures are in ``folder``; ValidationError, OSError."""
+    """The kinds of requests in a file's content, with pictures in ``folder``; ValidationError, OSError."""
     return TypeAdapter(Annotated[list[RequestKind], Field(min_length=1)]).validate_python(data, context=folder)
 
 
@@ -99,7 +95,7 @@ def _make_json(body: dict[str, Any], pictures: Sequence[Body]) -> Body:
 
 
 def _read_pictures(path: Path) -> list[Body]:
-    """A picture, or those of a folder by name; a mistake where there is none."""
+    """A picture, or those of a folder by name; ValueError if there is none."""
     files = sorted(each for each in path.iterdir() if each.name[0] != ".") if path.is_dir() else [path]
     types = {file: mimetypes.guess_type(file.name)[0] or "" for file in files}
     pictures = [Body(file.read_bytes(), types[file]) for file in files if types[file].startswith("image/")]

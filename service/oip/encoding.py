@@ -1,4 +1,4 @@
-"""Encodes features for the protocol's clients: JSON, followed by the bytes of the outputs requested as binary."""
+"""Encodes features as JSON, followed by the bytes of the outputs requested as binary."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def encode_reply(
 ) -> tuple[Buffers, Buffers]:
     """The JSON of a reply, and a buffer for each binary output after it: little-endian, in C order.
 
-    ``binary``: by the requested name of an output, whether it is binary. A glob, or a layer with several tensors,
-    stands for all its outputs if any of them is binary. In JSON, numbers are in one flat list, NaN and infinity are
-    null. Scales of INT8 are outputs ``NAME.scale``. NotAcceptableError if two outputs have one name.
+    ``binary``: by the requested name of an output, which may match several, whether it is binary. In JSON, numbers are
+    in one flat list, NaN and infinity are null. Scales of INT8 are outputs ``NAME.scale``. NotAcceptableError if two
+    outputs have one name.
     """
     arrays = {name: to_little_endian(array) for name, array in name_arrays(features).items()}
     behind = _find_behind(arrays, binary, binary_default)
@@ -55,32 +55,24 @@ def make_format(binary: Mapping[str, bool], binary_default: bool) -> ReplyFormat
 
 
 def _find_behind(names: Collection[str], binary: Mapping[str, bool], binary_default: bool) -> set[str]:
-    """The names of the outputs that are sent after the JSON."""
+    """The names of the outputs that are sent after the JSON; names not requested literally are from globs or tuples."""
     others = [wanted for name, wanted in binary.items() if name not in names]
     default = any(others) if others else binary_default
     return {name for name in names if binary.get(name, default)}
 
 
 def _describe_output(name: str, array: Array, features: Features, is_behind: bool) -> dict[str, Any]:
-    parameters: dict[str, Any] = {}
-    if is_behind:
-        parameters["binary_data_size"] = array.nbytes
+    parameters: dict[str, Any] = {"binary_data_size": array.nbytes} if is_behind else {}
     if receipt := features.receipts.get(name):
         parameters["fingerprint"] = receipt.fingerprint
-    return {
-        "name": name,
-        "datatype": DATATYPES[array.dtype.name],
-        "shape": array.shape,
-        **({"parameters": parameters} if parameters else {}),
-        **({} if is_behind else {"data": array.reshape(-1)}),
-    }
+    described = {"name": name, "datatype": DATATYPES[array.dtype.name], "shape": array.shape}
+    described |= {"parameters": parameters} if parameters else {}
+    return described if is_behind else described | {"data": array.reshape(-1)}
 
 
 JSON = replace(OF_ROUTES["json"], instead='ask for it as binary: "binary_data": true')
 BINARY = replace(OF_ROUTES["npy"], name="binary", media_type="application/octet-stream")  # about the size of its arrays
 FORMATS = {each.name: each for each in (JSON, BINARY)}
-
-
 STATUS = {406: 400, 415: 400, 422: 400}  # all others stay the same
 
 

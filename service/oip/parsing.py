@@ -1,4 +1,4 @@
-"""Parses an inference request of the protocol into an ``ExtractRequest``."""
+"""Parses an inference request into an ``ExtractRequest``."""
 
 from __future__ import annotations
 
@@ -34,13 +34,10 @@ OF_REQUEST = frozenset(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AskedOutputs(ExtractRequest):
-    """What a body asks for: an extraction, and values that the protocol's reply needs.
+    """An extraction, with values for the protocol's reply."""
 
-    ``binary``: by an output's name, whether it is sent after the JSON; ``binary_default``: for all others.
-    """
-
-    binary: Mapping[str, bool]
-    binary_default: bool
+    binary: Mapping[str, bool]  # whether an output is sent after the JSON, by its requested name
+    binary_default: bool  # the same for all others
     timeout_s: float | None
 
 
@@ -51,10 +48,7 @@ _asked: LRUCache[Hashable, AskedOutputs] = LRUCache(MAX_KEPT)  # clients ask the
 def parse_infer(
     envelope: Envelope, data: bytes, settings: Settings, model: str, headers: Headers
 ) -> tuple[AskedOutputs, SentInputs, str]:
-    """What a request asks, what it sent, and its id; takes long, so it belongs in a thread.
-
-    BadRequestError, RequestError, TooLargeError.
-    """
+    """The request, its inputs and its id; for a thread. BadRequestError, RequestError, TooLargeError."""
     length = _get_json_length(envelope, data, headers)
     value = load_json(data[:length], settings.max_json_numbers)
     body = validate(InferBody, value)
@@ -69,14 +63,14 @@ def parse_infer(
 
 
 def locate(error: LayertapError, sent: SentInputs) -> LayertapError:
-    """An error with faults by rows; not for arrays, which are one input of many rows that errors do not number."""
+    """An error with faults by rows; without, if the only input is arrays, because these may have many rows."""
     if any(isinstance(item, ArraysItem) for _, item in sent.items):
         error.faults = tuple(replace(fault, input=None) for fault in error.faults)
     return error
 
 
 def _read_body(body: InferBody, settings: Settings, model: str) -> AskedOutputs:
-    """What a body asks for; RequestError, TooLargeError."""
+    """The request in a body; RequestError, TooLargeError."""
     own, others = body.parameters, body.parameters.model_extra or {}
     for name in others.keys() - OF_REQUEST:
         hint = suggest(find_nearest(name, sorted(OF_REQUEST))) or f"use {', '.join(sorted(OF_REQUEST))}"
@@ -104,14 +98,12 @@ def _read_body(body: InferBody, settings: Settings, model: str) -> AskedOutputs:
 
 def _get_json_length(envelope: Envelope, data: bytes, headers: Headers) -> int:
     """The number of JSON bytes in the body; BadRequestError if larger than the body."""
-    said = [value.decode("latin-1") for name, value in headers if name == HEADER.lower().encode()]
-    if len(set(said)) > 1:  # a proxy may use another value than this server
-        raise BadRequestError(f"{HEADER} is there {len(said)} times, with several values", hint="send it once")
-    if envelope.media_type == PICTURE:  # whose body is read on the event loop
-        raise BadRequestError("a picture is no JSON", hint="send it as an element of BYTES, or to POST /extract")
-    if not said:
-        return len(data)
-    text = said[0]
+    lengths = {value.decode("latin-1") for name, value in headers if name == HEADER.lower().encode()}
+    if len(lengths) > 1:  # a proxy may use another value than this server
+        raise BadRequestError(f"{HEADER} has {len(lengths)} values", hint="send it once")
+    if envelope.media_type == PICTURE:  # such bodies are parsed on the event loop
+        raise BadRequestError("a picture is not JSON", hint="send it as an element of BYTES, or to POST /extract")
+    text = next(iter(lengths), str(len(data)))
     if not (text.isascii() and text.isdigit()) or len(text) > 18 or int(text) > len(data):
         detail = f"{HEADER} is not the number of bytes of the JSON that the body begins with"
         raise BadRequestError(detail, hint=f"the body has {len(data)} bytes")

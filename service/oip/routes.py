@@ -1,10 +1,8 @@
-"""The plain routes below ``/v2``: inferences, metadata, health.
-
-The OpenAPI document leaves them out, because the protocol has its own, from which clients are generated.
-"""
+"""The plain routes below ``/v2``: inferences, metadata, health. The protocol has an OpenAPI document of its own."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -24,7 +22,6 @@ from layertap.service.http.model_descriptions import Json
 from layertap.service.http.receiving import make_envelope_reader, receive
 from layertap.service.http.reply import BuffersResponse, describe_features, run_encoder
 from layertap.service.http.routes import health
-from layertap.service.http.timeout import limit_time
 from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION, encode_reply
 from layertap.service.oip.parsing import EMBEDDING, locate, parse_infer
 from layertap.service.oip.tensors import BYTES, DATATYPES, IMAGE, TEXT
@@ -66,40 +63,37 @@ async def show_server(exchange: Exchange) -> Response:
 
 async def show_live(exchange: Exchange) -> Response:
     """As ``/livez``."""
-    await health.livez(exchange.engine)
+    health.check_live(exchange.engine)
     return JSONResponse({"live": True})
 
 
 async def show_ready(exchange: Exchange) -> Response:
     """As ``/readyz``."""
-    await health.readyz(exchange.engine)
+    health.check_ready(exchange.engine)
     return JSONResponse({"ready": True})
 
 
 async def show_model_ready(exchange: Exchange, name: str, version: str = VERSION) -> Response:
     """Whether a model is loaded."""
     _check_version(version)
-    engine = exchange.engine
-    entry = engine.manager.registry.get_entry(name)
-    if entry.state != "ready":
-        handle = engine.manager.find_handle(name)
+    manager = exchange.engine.manager
+    if (entry := manager.registry.get_entry(name)).state != "ready":
+        handle, hint = manager.find_handle(name), entry.reason or "GET /models has its state"
         seconds = handle.seconds_to_load if handle is not None else 0.0
-        hint = entry.reason or "GET /models has its state"
         raise UnavailableError(f"model {name} is {entry.state}", hint=hint, retry_after=seconds)
     return JSONResponse({"name": name, "ready": True})
 
 
 async def show_model(exchange: Exchange, name: str, version: str = VERSION) -> Response:
-    """A model's inputs, and the outputs that requests may name without a layer; loads the model if necessary."""
+    """A model's inputs, and its outputs without a layer's name; loads the model if necessary."""
     _check_version(version)
     engine = exchange.engine
-    with limit_time(exchange.head, engine, name) as deadline:
-        handle = await engine.manager.get_handle(name, deadline)
-        embedding = Embedding(alias=EMBEDDING) if handle.model.model_embedding is not None else None
-        own_name = handle.model.spec.name
-        outputs = ExtractRequest(model=own_name, selectors=(parse_selector("."),), embedding=embedding)
-        with handle.hold():
-            planned = await engine.planner.plan(outputs, SentInputs(), handle, deadline)
+    deadline = time.monotonic() + exchange.read_limit()
+    handle = await engine.manager.get_handle(name, deadline)
+    embedding = Embedding(alias=EMBEDDING) if handle.model.model_embedding is not None else None
+    outputs = ExtractRequest(model=handle.model.spec.name, selectors=(parse_selector("."),), embedding=embedding)
+    with handle.hold():
+        planned = await engine.planner.plan(outputs, SentInputs(), handle, deadline)
     return JSONResponse(_describe_model(handle.model, planned.plan.results))
 
 

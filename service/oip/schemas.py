@@ -14,37 +14,30 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 
 class InputParameters(StrictBody):
-    """The parameters of an input: the number of its bytes after the JSON, and, as MLServer has it, what its data is.
-
-    All others, and of ``content_type`` all but ``base64``, say nothing that the datatype does not.
-    """
+    """The parameters of an input; others are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
-    binary_data_size: Count | None = None
-    content_type: Any = None
+    binary_data_size: Count | None = None  # bytes after the JSON
+    content_type: Any = None  # of MLServer: "base64"; all others repeat the datatype
 
 
 class OutputParameters(StrictBody):
-    """The parameters of an output: whether it is sent after the JSON; MLServer's ``content_type`` has no effect."""
+    """The parameters of an output."""
 
-    content_type: Any = None
-    binary_data: StrictBool | None = None
+    content_type: Any = None  # of MLServer: without effect
+    binary_data: StrictBool | None = None  # whether it is sent after the JSON
 
 
 class InferParameters(StrictBody):
-    """The parameters of an inference, and fields of ``POST /extract``.
-
-    ``timeout`` is in microseconds, 0 is none; ``priority`` is 1 for the highest, 0 for the usual one; MLServer's
-    ``content_type`` has no effect.
-    """
+    """The parameters of an inference, and fields of ``POST /extract``."""
 
     model_config = ConfigDict(extra="allow")
 
-    content_type: Any = None
+    content_type: Any = None  # of MLServer: without effect
     binary_data_output: StrictBool = False
-    priority: Count = 0
-    timeout: Count = 0
+    priority: Count = 0  # 1 is the highest, 0 the default
+    timeout: Count = 0  # microseconds; 0: none
 
 
 class InputTensor(StrictBody):

@@ -52,12 +52,10 @@ def read_items(
         }
         return ((0, ArraysItem(arrays, may_batch=True, by_name=True)),)
     if len(bodies) > 1:
-        raise RequestError(
-            f"an input of datatype {BYTES} is all that a request has", hint="send others in requests of their own"
-        )
+        detail = f"an input of datatype {BYTES} must be a request's only one"
+        raise RequestError(detail, hint="send others in requests of their own")
     (body,), (piece,) = bodies, pieces
-    make_item = READERS.get(body.name)
-    if make_item is None:
+    if (make_item := READERS.get(body.name)) is None:
         hint = " or ".join(f"'{name}'" for name in READERS)
         raise RequestError(f"no input {escape(body.name)} is of datatype {BYTES}", hint=f"name it {hint}")
     if not body.shape or body.shape[1:] not in ([], [1]) or not prod(body.shape):
@@ -72,20 +70,15 @@ def _split_bytes(bodies: Sequence[InputTensor], rest: memoryview) -> list[memory
     start = 0
     for body in bodies:
         size = body.parameters.binary_data_size
-        if size is None:
-            pieces.append(None)
-            continue
-        if body.data is not None:
+        if size is not None and body.data is not None:
             raise RequestError(f"{escape(body.name)} has 'data' and 'binary_data_size'", hint="send it once")
-        if start + size > len(rest):
-            raise RequestError(
-                f"{escape(body.name)} has {size} bytes behind the JSON, of which {len(rest) - start} are there",
-                hint="the header Inference-Header-Content-Length says where the JSON ends",
-            )
-        pieces.append(rest[start : start + size])
-        start += size
+        if start + (size or 0) > len(rest):
+            detail = f"{escape(body.name)} has {size} bytes after the JSON, of which {len(rest) - start} are there"
+            raise RequestError(detail, hint="the header Inference-Header-Content-Length says where the JSON ends")
+        pieces.append(None if size is None else rest[start : start + size])
+        start += size or 0
     if start < len(rest):
-        raise RequestError(f"{len(rest) - start} bytes behind the JSON are no input's")
+        raise RequestError(f"{len(rest) - start} bytes after the JSON belong to no input")
     return pieces
 
 
@@ -98,14 +91,13 @@ def _read(body: InputTensor, read: Callable[[InputTensor, memoryview | None], T]
 
 def _read_array(body: InputTensor, data: memoryview | None) -> Array:
     """The array of an input from ``data``, or, if None, from the JSON; InputError."""
-    dtype = DTYPES.get(body.datatype)
-    if dtype is None:
+    if (dtype := DTYPES.get(body.datatype)) is None:
         hint = f"use {', '.join(DTYPES)} or {BYTES}"
         raise InputError(f"datatype {escape(body.datatype)} is not taken", hint=hint)
     if data is not None:
         return read_tensor(dtype, body.shape, data)
     if dtype == "bfloat16":
-        raise InputError("JSON has no numbers of BF16", hint="send its bytes behind the JSON, or FP32")
+        raise InputError("JSON has no numbers of BF16", hint="send its bytes after the JSON, or FP32")
     widest, types, offer = KINDS[np.dtype(dtype).kind]
     numbers = _flatten(body)
     wide: Array = np.empty(len(numbers), widest)
@@ -116,7 +108,7 @@ def _read_array(body: InputTensor, data: memoryview | None) -> Array:
             wide[start : start + PIECE] = piece
         except OverflowError:
             raise InputError(f"there is a number beyond {body.datatype}") from None
-    with np.errstate(over="ignore"):  # overflow to infinity is refused later, like all other infinities
+    with np.errstate(over="ignore"):  # infinities are refused later
         array = wide.astype(dtype)
     if wide.dtype.kind in "iu" and not np.array_equal(array, wide):
         raise InputError(f"there is a number beyond {body.datatype}")
@@ -133,18 +125,16 @@ def _read_elements(body: InputTensor, data: memoryview | None) -> list[bytes]:
         return [decode_base64(text) if is_base64 else text.encode() for text in texts]
     elements: list[bytes] = []
     start = 0
-    for _ in range(count):
+    for number in range(count):
         stop = start + LENGTH_BYTES
         end = stop + int.from_bytes(data[start:stop], "little")
         if stop > len(data) or end > len(data):
-            raise InputError(
-                f"element {len(elements)} of {count} is cut off",
-                hint=f"send each element behind its length, {LENGTH_BYTES} bytes little-endian",
-            )
+            hint = f"send each element after its length, {LENGTH_BYTES} bytes little-endian"
+            raise InputError(f"element {number} of {count} is cut off", hint=hint)
         elements.append(bytes(data[stop:end]))
         start = end
     if start < len(data):
-        raise InputError(f"{len(data) - start} bytes are left behind {count} elements of shape {body.shape}")
+        raise InputError(f"{len(data) - start} bytes are left after {count} elements of shape {body.shape}")
     return elements
 
 
@@ -152,7 +142,7 @@ def _flatten(body: InputTensor) -> list[Any]:
     """The numbers in the JSON as a flat list; InputError if they do not fit the shape."""
     if not isinstance(body.data, list):
         detail = "there is no data" if body.data is None else "the data is no list"
-        raise InputError(detail, hint="send a list, or 'binary_data_size' and the bytes behind the JSON")
+        raise InputError(detail, hint="send a list, or 'binary_data_size' and the bytes after the JSON")
     level, shape = body.data, [len(body.data)]
     while level and isinstance(level[0], list):
         lengths = {len(each) if isinstance(each, list) else -1 for each in level}

@@ -1,1 +1,1 @@
-"""OpenAI's embeddings API: a parser in front of the engine and an encoder behind it."""
+"""OpenAI's embeddings API: a parser before the engine and an encoder after it."""

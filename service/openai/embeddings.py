@@ -23,7 +23,7 @@ from layertap.service.errors import UnsupportedMediaError
 from layertap.service.features import Features
 from layertap.service.formats.buffers import Buffers, Encoding, view_bytes
 from layertap.service.formats.json import write_json
-from layertap.service.http.body import load_json
+from layertap.service.http.body import JSON, load_json
 from layertap.service.http.problems import MAX_DETAIL, Problem
 from layertap.service.http.receiving import MAX_KEPT, Envelope, write_rest
 from layertap.service.inputs.arrays import decode_base64
@@ -61,52 +61,40 @@ def _list_entries(value: object) -> object:
 
 
 class InputBody(StrictBody):
-    """The fields of a body that differ from one request to the next."""
+    """The fields that differ from one request to the next."""
 
     input: Annotated[tuple[Entry, ...], Field(min_length=1, max_length=MAX_INPUTS), BeforeValidator(_list_entries)]
-    user: str | None = Field(None, max_length=512)
+    user: str | None = Field(None, max_length=512)  # without effect
 
 
 class EmbeddingsBody(InputBody):
-    """The body of ``POST /v1/embeddings``; the fields of other servers are ignored.
-
-    ``model`` is ``NAME`` or ``NAME:LAYER``. ``modality``: what strings are, or that lists of numbers are ids of the
-    model's own tokenizer; ``prompt``: the name of a prompt in the model's folder; ``truncate``: which end of a long
-    text is cut, also in capitals, as NVIDIA's clients send it; ``user`` has no effect.
-    """
+    """The body of ``POST /v1/embeddings``; the fields of other servers are ignored."""
 
     model_config = ConfigDict(extra="allow")  # so that a warning can name them
 
-    model: str = Field(max_length=512)
+    model: str = Field(max_length=512)  # NAME or NAME:LAYER
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: StrictInt | None = Field(None, ge=1)
-    modality: Kind | None = None
-    prompt: str | None = Field(None, max_length=512)
-    truncate: SomeTruncate | None = None
+    modality: Kind | None = None  # of strings; "tokens": lists are ids of the model's own tokenizer
+    prompt: str | None = Field(None, max_length=512)  # name of a prompt in the model's folder
+    truncate: SomeTruncate | None = None  # the end of a long text that is cut; NVIDIA's clients write it in capitals
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AskedEmbeddings(ExtractRequest):
-    """What a body asks for: an extraction, and values for OpenAI's reply.
+    """An extraction, with values for OpenAI's reply."""
 
-    ``model_id`` as sent; ``dimensions``: the vectors' dimension; ``modality``: what strings are; ``ignored``: the names
-    of fields without effect.
-    """
-
-    model_id: str
+    model_id: str  # as sent
     dimensions: int | None
     modality: Kind | None
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...]  # names of fields without effect
 
 
 _asked: LRUCache[Hashable, AskedEmbeddings] = LRUCache(MAX_KEPT)  # clients ask the same over and over
 
 
 def parse_model_id(model_id: str) -> tuple[str, Embedding]:
-    """The name and the embedding of ``NAME`` or ``NAME:LAYER``: normalised, as OpenAI's are.
-
-    SelectorError if the layer is not a selector, or one that may match several.
-    """
+    """The name and the embedding, normalised, of ``NAME`` or ``NAME:LAYER``; SelectorError unless it is one layer."""
     name, _, layer = model_id.partition(":")
     if layer and parse_selector(layer).is_glob:  # finding its matches would take long
         raise SelectorError("an embedding is of one layer", hint="write its name, without '*' and '?'")
@@ -114,14 +102,10 @@ def parse_model_id(model_id: str) -> tuple[str, Embedding]:
 
 
 def parse_embeddings(envelope: Envelope, data: bytes, settings: Settings) -> tuple[AskedEmbeddings, SentInputs]:
-    """What a request asks, and what it sent; takes long, so it belongs in a thread.
-
-    BadRequestError, UnsupportedMediaError, RequestError.
-    """
-    if envelope.media_type != "application/json":
-        raise UnsupportedMediaError(
-            "a body of this content type is not taken", hint="send Content-Type: application/json"
-        )
+    """The request and its inputs; for a thread. BadRequestError, UnsupportedMediaError, RequestError."""
+    if envelope.media_type != JSON:
+        hint = "send Content-Type: application/json"
+        raise UnsupportedMediaError("a body of this content type is not taken", hint=hint)
     value = load_json(data, settings.max_json_numbers)
     fields = value if isinstance(value, dict) else {}
     rest = write_rest(fields, *OWN)
@@ -157,7 +141,7 @@ def _read_body(body: EmbeddingsBody, envelope: Envelope, settings: Settings) -> 
 
 
 def _read_item(entry: Entry, modality: Kind | None) -> InputItem:
-    """An entry as an item; InputError if it should be a picture and is not, or may be of another tokenizer."""
+    """An entry as an item; InputError if it is not of the modality, or tokens may be of another tokenizer."""
     if isinstance(entry, tuple):
         if modality != "tokens":
             raise InputError(
@@ -174,23 +158,13 @@ def _read_item(entry: Entry, modality: Kind | None) -> InputItem:
 
 
 def encode_embeddings(features: Features, model_id: str, encoding: Encoding) -> Buffers:
-    """Encode features with a single result, one vector per input, as a JSON list of embeddings.
-
-    Numbers are written so that reading them back into float32 gives the same bits; ``base64`` encodes little-endian
-    float32.
-    """
+    """Features with a single result, one vector per input, as a JSON list of float32 embeddings, exact to the bit."""
     (vectors,) = features.arrays.values()
     vectors = np.ascontiguousarray(vectors, "<f4")
+    written = map(view_bytes, vectors) if encoding == "base64" else vectors
     body = {
         "object": "list",
-        "data": [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": view_bytes(vector) if encoding == "base64" else vector,
-            }
-            for index, vector in enumerate(vectors)
-        ],
+        "data": [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(written)],
         "model": model_id,
         "fingerprint": features.fingerprint,
         "usage": {"prompt_tokens": features.tokens, "total_tokens": features.tokens},
@@ -226,18 +200,13 @@ def check_dimensions(dimensions: int, columns: int, trained: Collection[int]) ->
     if dimensions == columns or (dimensions < columns and dimensions in trained):
         return
     known = ", ".join(map(str, sorted({*trained, columns})))
-    raise RequestError(
-        f"'dimensions' is {dimensions}, and this embedding has {known}",
-        hint="leave it out; of a model that was trained for shorter vectors (Matryoshka) the configuration lists "
-        "their lengths: 'dimensions: [64, 128, 256]'",
-    )
+    hint = "leave it out; for a model trained for shorter vectors (Matryoshka), write 'dimensions: [64, 128, 256]' "
+    hint += "in the configuration"
+    raise RequestError(f"'dimensions' is {dimensions}, and this embedding has {known}", hint=hint)
 
 
 def shorten(features: Features, dimensions: int) -> Features:
-    """Features whose only result is cut to (N, dimensions) float32, each row of norm 1, or all zeros.
-
-    If that cuts columns, the fingerprint changes.
-    """
+    """Features whose only result is cut to (N, dimensions) float32, each row of norm 1 or 0, with a new fingerprint."""
     ((key, vectors),) = features.arrays.items()
     if dimensions == vectors.shape[1]:
         return features

@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings`` and ``GET /v1/models``: plain routes, of which OpenAI's own document tells."""
+"""``POST /v1/embeddings`` and ``GET /v1/models``: plain routes, documented by OpenAI."""
 
 from __future__ import annotations
 
@@ -98,10 +98,7 @@ def _encode(parts: Sequence[Features], asked: AskedEmbeddings) -> tuple[Features
 
 
 async def _describe(engine: Engine, model_id: str) -> Json:
-    """A model as OpenAI's clients read it; if it is loaded, with its fingerprint and dimension.
-
-    UnknownModelError, RequestError.
-    """
+    """A model for OpenAI's clients, with fingerprint and dimension if it is loaded; UnknownModelError, RequestError."""
     name, embedding = parse_model_id(model_id)
     entry = engine.manager.registry.get_entry(name)
     body: Json = {"id": model_id, "object": "model", "created": 0, "owned_by": "layertap", "state": entry.state}
@@ -109,10 +106,9 @@ async def _describe(engine: Engine, model_id: str) -> Json:
     if handle is None or handle.state != "ready" or not (embedding.layer or handle.model.embedding is not None):
         return body
     request = ExtractRequest(model=name, embedding=embedding)
+    deadline = time.monotonic() + engine.settings.deadline_s
     with handle.hold():
-        planned = await engine.planner.plan(
-            request, SentInputs(), handle, time.monotonic() + engine.settings.deadline_s
-        )
+        planned = await engine.planner.plan(request, SentInputs(), handle, deadline)
     (fingerprint,) = planned.fingerprints.values()
     return body | {"fingerprint": fingerprint, "dimensions": _count_columns(planned)}
 

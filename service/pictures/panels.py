@@ -31,15 +31,15 @@ class ResultInfo:
     module: str
     site: str
     shape: Shape
-    row_axis: int | None = 0  # of ``shape``; None: there are no rows
+    row_axis: int | None = 0  # the axis of rows in ``shape``; None: there is none
     layout: str | None = None
-    prefix_tokens: int = 0  # before the patches of tokens or attention
-    whole: bool = True  # nothing is selected, nothing is pooled
-    columns: tuple[str, ...] | None = None  # of statistics
+    prefix_tokens: int = 0  # tokens or attention keys before the patches
+    whole: bool = True  # no tokens, queries, keys or heads were selected, and nothing is pooled
+    columns: tuple[str, ...] | None = None  # names of statistics
     channels: tuple[int, ...] | None = None
-    captions: tuple[str, ...] = ()  # of each row
-    input_indexes: tuple[int, ...] = ()  # in the request; an input may have several rows, such as windows
-    grid_size: Grid | None = None  # rows and columns of patches
+    captions: tuple[str, ...] = ()  # of the rows
+    input_indexes: tuple[int, ...] = ()  # in the request; each input may have several rows, such as windows
+    grid_size: Grid | None = None  # rows and columns of patches, if known
     method: str = ""  # of the explanation whose map it is
 
     @property
@@ -62,7 +62,7 @@ class ResultInfo:
         """The number of rows for each input."""
         return max(self.rows // len(self.input_indexes), 1) if self.input_indexes else 1
 
-    def find_place(self, row: int) -> int:
+    def find_input(self, row: int) -> int:
         """The index in the request of a row's input."""
         return self.input_indexes[row // self.parts] if row // self.parts < len(self.input_indexes) else row
 
@@ -71,7 +71,7 @@ class ResultInfo:
         if self.rows == 1:
             return ""
         of_part = f", part {row % self.parts}" if self.parts > 1 else ""
-        return f"input {self.find_place(row)}{of_part}"
+        return f"input {self.find_input(row)}{of_part}"
 
     @property
     def is_share(self) -> bool:

@@ -142,7 +142,7 @@ class _Tiles:
         names = info.channels if info.channels is not None and kind.noun == "channels" else range(self.total)
 
         def draw_block(row: int) -> tuple[str, list[Cell | None]]:
-            original = self.originals.get(info.find_place(row)) if layout.leads else None
+            original = self.originals.get(info.find_input(row)) if layout.leads else None
             seen = crop_seen(original, layout.size) if original is not None else None
             cells: list[Cell | None] = [Cell(seen, ["seen"]) if seen is not None else None] if layout.leads else []
             for number in range(layout.cells):
@@ -183,7 +183,7 @@ class _Maps:
         first = infos[0]
         [count, *others] = set(Counter(info.method for info in infos).values())
         by_class = not others and 1 < count <= MAP_COLUMNS
-        known = [self.originals.get(first.find_place(row)) for row in range(first.rows)]
+        known = [self.originals.get(first.find_input(row)) for row in range(first.rows)]
         self.layout = Layout(
             first.rows,
             len(infos),
@@ -203,7 +203,7 @@ class _Maps:
         ]
 
         def draw_block(row: int) -> tuple[str, list[Cell | None]]:
-            original = self.originals.get(first.find_place(row))
+            original = self.originals.get(first.find_input(row))
             cells = [_show(original)] if self.layout.leads else []
             for info, rows, scale in zip(self.infos, maps, scales, strict=True):
                 image = lay_over(original, rows[row], scale) if original is not None else _draw_map(rows[row], scale)
@@ -235,7 +235,7 @@ def _draw_map(values: Array, scale: Scale) -> Image.Image:
 
 
 def _has_pictures(info: ResultInfo, originals: Originals | None) -> bool:
-    return originals is None or any(info.find_place(row) in originals for row in range(info.rows))
+    return originals is None or any(info.find_input(row) in originals for row in range(info.rows))
 
 
 def _describe(info: ResultInfo) -> list[str]:

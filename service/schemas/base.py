@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from layertap.models.errors import Fault, LayertapError, RequestError
 from layertap.service.inputs.arrays import Array, decode_base64, read_tensor
@@ -22,6 +22,17 @@ SignedIndex = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # a negative one cou
 StrictIndex = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 SignedIndices = Annotated[tuple[SignedIndex, ...], Field(min_length=1, max_length=MAX_INDICES)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+FLAGS = {"true": True, "1": True, "false": False, "0": False}  # in a query
+
+
+def _read_flag(value: object) -> object:
+    flag = FLAGS.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(flag, bool) and value is not None:
+        raise PydanticCustomError("flag", "Input should be true or false")
+    return flag
+
+
+Flag = Annotated[bool, BeforeValidator(_read_flag)]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from layertap.models.plan.requested import (
 from layertap.models.plan.selectors import MAX_TEXT, parse_selector
 from layertap.models.points import EACH
 from layertap.models.spec import Pool, ReplyDType, Truncate
-from layertap.service.schemas.base import Index, Number, OneError, StrictBody, make_list, read_entries, read_field
+from layertap.service.schemas.base import Flag, Index, Number, OneError, StrictBody, make_list, read_entries, read_field
 from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.selection import (
     MAX_INTERVENTIONS,
@@ -51,7 +51,7 @@ class RequestBody(InputsBody):
     encoding: Literal["list", "base64"] = "list"
     objective: ObjectiveBody | None = None
     on_error: Literal["fail", "skip"] = "fail"
-    isolated: bool = False
+    isolated: Flag = False
     priority: Priority = "interactive"
     tiles: Annotated[int, Field(ge=1, le=MAX_TILES)] | None = None
 
@@ -100,13 +100,13 @@ class ExtractBody(ChangingBody):
     # The document shows no default: without ``layers``, the model's embedding; an empty list is an error.
     layers: Annotated[list[LayerEntry], Field(default_factory=list, min_length=1, max_length=50_000), FailFast()]
     pool: Pool = "none"
-    normalize: bool = False
+    normalize: Flag = False
     dtype: ReplyDType = "float32"
-    verify: bool = False
+    verify: Flag = False
     resume: str | None = Field(
         None, min_length=1, max_length=MAX_TEXT, description="the layer whose outputs the inputs are"
     )
-    probe: bool = False
+    probe: Flag = False
 
     def _read_request(self) -> dict[str, Any]:
         def read_layer(body: LayerBody) -> Selector:

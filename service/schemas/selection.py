@@ -42,6 +42,7 @@ from layertap.models.plan.statistics import MAX_EDGES, STATISTICS, STATS
 from layertap.models.spec import Pool, ReplyDType
 from layertap.service.inputs.arrays import require_finite
 from layertap.service.schemas.base import (
+    Flag,
     Index,
     Number,
     OneError,
@@ -163,7 +164,7 @@ class StepBody(StrictBody):
     weight: TensorBody | None = None
     bias: TensorBody | None = None
     name: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
-    relu: bool = False
+    relu: Flag = False
 
     @model_validator(mode="before")
     @classmethod
@@ -188,7 +189,7 @@ class LayerBody(EntryBody):
     """One entry of ``layers`` in its object form; fields that are None are taken from the request."""
 
     pool: Pool | None = None
-    normalize: bool | None = None
+    normalize: Flag | None = None
     dtype: ReplyDType | None = None
     project: Project = None
     stats: Stats = None

@@ -56,7 +56,7 @@ def _get_hint(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         # It may be known elsewhere, but is refused here.
         return ELSEWHERE.get(names[-1]) or suggest(find_nearest(names[-1], sorted(FIELDS - {names[-1]})))
-    return HINTS.get(names[-1], "") or suggest(_find_meant(error))
+    return suggest(_find_meant(error)) or HINTS.get(names[-1], "")
 
 
 def _find_meant(error: ErrorDetails) -> tuple[str, ...]:
@@ -64,6 +64,8 @@ def _find_meant(error: ErrorDetails) -> tuple[str, ...]:
     allowed, sent = QUOTED.findall(error["msg"]), error.get("input")
     words = sent[:MAX_WORDS] if isinstance(sent, list) else [sent]
     wrong = next((word for word in words if isinstance(word, str) and word not in allowed), "")
+    if SYNONYMS.get(wrong) in allowed:
+        return (SYNONYMS[wrong],)
     return find_nearest(wrong, allowed, cutoff=0.7)
 
 
@@ -77,6 +79,7 @@ FIELDS = {
     for model in (ExtractBody, ExplainBody, LayerBody, InputBody, TensorBody, InterventionBody, ObjectiveBody)
     for name, field in model.model_fields.items()
 }
+SYNONYMS = {"avg": "mean", "average": "mean", "gap": "mean"}  # what other libraries call a value
 QUOTED = re.compile(r"'(\w+)'")
 ELSEWHERE = {  # fields that are known, but in another place
     "class": 'write "objective": {"class": 3}, or "class" in an entry of "inputs"',
@@ -85,6 +88,7 @@ ELSEWHERE = {  # fields that are known, but in another place
 }
 HINTS = {  # if the message does not show what to write
     "layers": 'write "layers": ["NAME", …], or ?layers=NAME,NAME',
+    "method": 'write "method": "grad_cam", or ?method=grad_cam; GET /docs lists all methods',
     "inputs": 'write "inputs": [{"image": "<base64>"}]',
     "text": 'write {"text": "a cat"}',
     "tensor": 'write {"dtype": "float32", "shape": [3, 32, 32], "data": "<base64>"}',

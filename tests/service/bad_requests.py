@@ -66,6 +66,8 @@ BAD: dict[str, Case] = {
     # 400
     "not JSON": Case(400, text("{'layers': 1}")),
     "5,000 digits": Case(400, text('{"layers": [{"layer": "pool", "call": ' + "9" * 5000 + "}]}")),
+    "a key twice": Case(400, text('{"layers": ["pool"], "pool": "mean", "layers": ["head"]}'), says="'layers' twice"),
+    "a deep list": Case(400, text('{"layers": ' + "[" * 990 + "]" * 990 + "}"), says="too deep"),
     "very deep": Case(400, text("[" * 10_000 + "]" * 10_000)),
     "no boundary": Case(400, text("--x--", "multipart/form-data")),
     "multipart cut short": Case(400, multipart(PART.format("request", REQUEST))),
@@ -112,7 +114,10 @@ BAD: dict[str, Case] = {
     "too many layers": Case(422, body(layers=["p"] * 50_001), pointer="/layers"),
     "unknown field": Case(422, body(laiers=1), pointer="/laiers", says="'laiers'"),
     "a field with a slash": Case(422, body(**{"a/b~c": 1}), pointer="/a~1b~0c"),
-    "wrong pool": Case(422, body(pool="average"), pointer="/pool", says="'gem'"),
+    "wrong pool": Case(422, body(pool="median"), pointer="/pool", says="'gem'"),
+    "another library's pool": Case(422, body(pool="avg"), pointer="/pool", says="did you mean 'mean'"),
+    "a word for a flag": Case(422, body(normalize="yes"), pointer="/normalize", says="true or false"),
+    "no method": Case(422, body(), pointer="/method", says="?method=grad_cam", path="/explain"),
     # 422: statistics
     "unknown statistic": Case(
         422, body(layers=[{"layer": "pool", "stats": ["median"]}]), pointer="/layers/0/stats", says="nonfinite"
@@ -129,6 +134,7 @@ BAD: dict[str, Case] = {
     "no inputs": Case(422, {"json": {"layers": ["pool"]}}, says="dry_run"),
     "an empty input": Case(422, body(inputs=[{}]), input=0, pointer="/inputs/0"),
     "not base64": Case(422, body(inputs=[{"image": "not base64!"}]), input=0, says="base64"),
+    "an empty image": Case(422, raw(b"", "image/png", **ONE), input=0, says="no bytes"),
     "an image cut short": Case(422, raw(PNG[:200], "image/png", **ONE), input=0),
     "a tensor of another shape": Case(422, body(inputs=[tensor(ROW[:1])]), input=0, says="[3, 32, 32]"),
     "NaN in a tensor": Case(422, body(inputs=[tensor(ROW), tensor(spoiled())]), input=1, says="finite"),

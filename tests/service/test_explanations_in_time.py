@@ -118,7 +118,7 @@ def test_turns() -> None:
         worker = await engine.manager.get_handle("held", deadline)
         unit = worker.pace.estimate_seconds(1.0)
         works = {
-            seconds: PlannedWork(engine.admission, worker, rows=100, seconds=seconds / unit, smaller="less")
+            seconds: PlannedWork(engine.admission, worker, rows=100, seconds=seconds / unit, hint="less")
             for seconds in (5, 6, 7, 1)
         }
         held = {seconds: ExitStack() for seconds in works}

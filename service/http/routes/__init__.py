@@ -1,1 +1,1 @@
-"""Routes: each file has its own."""
+"""The routes."""

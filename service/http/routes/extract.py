@@ -28,13 +28,13 @@ from layertap.service.schemas.replies import DryRunReply, FeaturesReply
 parse_extract = partial(parse_request, kind=ExtractBody)
 parse_explain = partial(parse_request, kind=ExplainBody)
 router = APIRouter()
-described = APIRouter()  # of the plain route: FastAPI reads its schema here, and does not call it
+described = APIRouter()  # of the plain route, for its schema only
 
 
 @described.post(
     "/extract",
     tags=["extract"],
-    summary="What layers of a model compute for your inputs",
+    summary="Values of a model's layers for your inputs",
     response_model=FeaturesReply | DryRunReply,
     responses=COMPUTED,
     openapi_extra=describe_inputs(ExtractBody, EXTRACT, dry_run={"type": "boolean"}),
@@ -63,13 +63,13 @@ routes = [ExchangeRoute("/extract", extract, methods=["POST"])]
 @router.post(
     "/explain",
     tags=["explain"],
-    summary="Maps of what speaks for a model's answer",
+    summary="Maps of the pixels that support a class",
     response_model=FeaturesReply,
     responses=COMPUTED,
     openapi_extra=describe_inputs(ExplainBody, EXPLAIN),
 )
 async def explain(exchange: ExchangeDependency) -> Response:
-    """Grad-CAM of a layer, attributions at the input, occlusion, attention rolled out, for each picture and class."""
+    """Grad-CAM of a layer, attributions at the input, occlusion, attention rollout, for each picture and class."""
     engine = exchange.engine
     (asked, sent), ticket = await receive(exchange, parse_explain)
     sent = await explanations.prepare(engine, asked, sent, ticket)
@@ -78,7 +78,7 @@ async def explain(exchange: ExchangeDependency) -> Response:
 
 
 def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:
-    """What a request would get, with no forward; ``warnings`` are those of its model."""
+    """The reply of a dry run: shapes and costs without a forward; ``warnings`` are those of the model."""
     job = max(jobs, key=lambda job: job.plan.cost)
     entries, plan = list_entries(jobs), job.plan
     fingerprint = digest_jobs(jobs)

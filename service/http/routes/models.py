@@ -1,4 +1,4 @@
-"""The models and their layers: what there is, in which state, what it does."""
+"""The models and their layers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from functools import partial
 from typing import Annotated, Literal
 
 import orjson
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Response
 
 from layertap.models.errors import LoadError, RequestError, TooLargeError
 from layertap.models.plan.matches import filter_layers
 from layertap.models.spec import Pool, ReplyDType
 from layertap.service.config.file import ConfigError
 from layertap.service.engine.deadline import wait_until
-from layertap.service.engine.engine import Engine
 from layertap.service.engine.models.model_updates import ModelUpdates
 from layertap.service.errors import BadRequestError, DeadlineError
 from layertap.service.explain.prober import Prober
@@ -25,12 +24,12 @@ from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.http import query
 from layertap.service.http.auth import require_admin
 from layertap.service.http.body import load_json
-from layertap.service.http.exchange import Exchange, ExchangeDependency
+from layertap.service.http.exchange import DeadlineDependency, Exchange, ExchangeDependency
 from layertap.service.http.layer_tree import format_tree
 from layertap.service.http.model_descriptions import Json, describe_layers, describe_model
 from layertap.service.http.openapi import describe_problems
-from layertap.service.http.timeout import DeadlineDependency, EngineDependency
 from layertap.service.inputs.items import TextItem
+from layertap.service.schemas.base import Flag
 from layertap.service.schemas.bodies import ExtractBody
 from layertap.service.schemas.replies import LabelsReply, LayersReply, Model, ModelsReply, ProbeReply, ReloadReply
 from layertap.service.schemas.validation_errors import validate
@@ -47,19 +46,20 @@ LISTING_TYPES = {"json": "application/json", "text": "text/plain"}
 
 
 @router.get("/models", response_model=ModelsReply)
-def list_models(engine: EngineDependency) -> Response:
-    """Every configured model and its state, and the limits that requests are to keep within."""
-    models = [describe_model(entry) for entry in engine.manager.registry]
-    limits = {name: getattr(engine.settings, name) for name in LIMITS}
-    registry = engine.manager.registry
-    default, aliases = engine.manager.default, registry.aliases
-    return _make_json({"default": default, "aliases": aliases, "models": models, "limits": limits})
+def list_models(exchange: ExchangeDependency) -> Response:
+    """Every configured model and its state, and the limits of requests."""
+    manager, settings = exchange.engine.manager, exchange.engine.settings
+    models = [describe_model(entry) for entry in manager.registry]
+    limits = {name: getattr(settings, name) for name in LIMITS}
+    return _make_json(
+        {"default": manager.default, "aliases": manager.registry.aliases, "models": models, "limits": limits}
+    )
 
 
 @router.get("/models/{name}", response_model=Model, responses=describe_problems(404))
-def show_model(engine: EngineDependency, name: str) -> Response:
+def show_model(exchange: ExchangeDependency, name: str) -> Response:
     """One model: state, source, device, dtype, input, preprocessing, weights, default embedding, hooks on it now."""
-    return _reply_model(engine, name)
+    return _reply_model(exchange, name)
 
 
 @router.get(
@@ -71,22 +71,22 @@ def show_model(engine: EngineDependency, name: str) -> Response:
     },
 )
 async def list_layers(
-    request: Request,
-    engine: EngineDependency,
+    exchange: ExchangeDependency,
     deadline: DeadlineDependency,
     name: str,
     match: Annotated[str | None, Query(max_length=512)] = None,
     type: Annotated[str | None, Query(max_length=128)] = None,  # noqa: A002
-    leaf: bool | None = None,
-    functions: bool = False,
+    leaf: Flag | None = None,
+    functions: Flag = False,
     format: str | None = None,  # noqa: A002
 ) -> Response:
-    """Every layer in execution order; shapes are those of one row.
+    """All layers in execution order, with shapes of one row; ``functions`` adds those that a layer's own forward calls.
 
-    With ``functions`` each has those that its own forward calls. As JSON, or as a tree for terminals (``format=text``).
+    As JSON, or as a tree for terminals (``format=text``).
     """
-    media_type = LISTING_TYPES[negotiate(request.headers.get("accept"), format, LISTING_TYPES)]
-    query.Query(request.scope["query_string"]).check(FILTERS)
+    media_type = LISTING_TYPES[negotiate(exchange.head.get(b"accept", b"").decode("latin-1"), format, LISTING_TYPES)]
+    query.Query(exchange.scope["query_string"]).check(FILTERS)
+    engine = exchange.engine
     handle = await engine.manager.get_handle(name, deadline)
     model = handle.model
 
@@ -103,35 +103,35 @@ async def list_layers(
 
 
 @router.get("/models/{name}/labels", response_model=LabelsReply, responses=describe_problems(404, 422, 503, 504))
-async def list_labels(request: Request, engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Response:
-    """The names of a model's classes in their order, null where they have none."""
-    query.Query(request.scope["query_string"]).check(frozenset())
-    model = (await engine.manager.get_handle(name, deadline)).model
+async def list_labels(exchange: ExchangeDependency, deadline: DeadlineDependency, name: str) -> Response:
+    """The names of a model's classes from class 0, null if it has none."""
+    query.Query(exchange.scope["query_string"]).check(frozenset())
+    model = (await exchange.engine.manager.get_handle(name, deadline)).model
     return _make_json({"model": model.spec.name, "labels": model.labels.names if model.labels is not None else None})
 
 
-@router.get("/models/{name}/probe", response_model=ProbeReply, responses=describe_problems(404, 422, 503, 504))
+@router.get("/models/{name}/probe", response_model=ProbeReply, responses=describe_problems(400, 404, 422, 503, 504))
 async def probe_layers(
-    request: Request,
-    engine: EngineDependency,
+    exchange: ExchangeDependency,
     deadline: DeadlineDependency,
     name: str,
     layers: Annotated[
         str | None, Query(description="selectors, separated by commas, or layers as in a body; else the embedding")
     ] = None,
     pool: Pool | None = None,
-    normalize: bool | None = None,
+    normalize: Flag | None = None,
     dtype: ReplyDType | None = None,
     preprocessed: Literal["caller"] | None = None,
     input: Annotated[Literal["text"] | None, Query(description="of two towers that of texts")] = None,  # noqa: A002
 ) -> Response:
-    """What layers give for a fixed picture, text or tensor: receipts with probes, by the keys of a reply."""
-    parsed = query.Query(request.scope["query_string"])
+    """The results of layers for a fixed picture, text or tensor: receipts with probes, by key."""
+    parsed = query.Query(exchange.scope["query_string"])
     parsed.check_names(PROBED | PROBE_OPTIONS)  # a reply has one format, and no dry run
     fields = query.read_fields(parsed, PROBED | PROBE_OPTIONS)
     asked = validate(ExtractBody, {key: fields[key] for key in fields.keys() - PROBE_OPTIONS}).request_fields
-    prober: Prober = request.app.state.prober
+    prober: Prober = exchange.scope["app"].state.prober
     sent, tensors = (TextItem(""),) if input == "text" else (), preprocessed == "caller"
+    engine = exchange.engine
     with engine.admission.admit(deadline) as ticket:
         of_request = name, asked["selectors"], asked["embedding"]
         features = await prober.probe(*of_request, ticket, preprocessed=tensors, sent=sent)
@@ -150,26 +150,24 @@ async def probe_layers(
     },
     openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": ENTRY}}}},
 )
-async def exchange_model(
-    request: Request, exchange: ExchangeDependency, engine: EngineDependency, deadline: DeadlineDependency, name: str
-) -> Response:
-    """Give a model another version by its entry as the configuration file has it, while the one that is there answers.
+async def exchange_model(exchange: ExchangeDependency, deadline: DeadlineDependency, name: str) -> Response:
+    """Load another version of a model, from an entry as in the configuration file, while the present one answers.
 
-    New requests are the new version's once it is loaded, else everything stays as it was. The configuration says what
+    Once it is loaded it answers new requests; if it can't be loaded nothing changes. The configuration says what
     is allowed. The file stays as it is.
     """
-    updates: ModelUpdates = request.app.state.updates
+    updates: ModelUpdates = exchange.scope["app"].state.updates
     exchanging = await updates.exchange(name, await _read_entry(exchange, deadline), deadline)
     try:
         error = await wait_until(deadline, asyncio.shield(exchanging))
     except DeadlineError:
-        return _reply_model(engine, name, 202)
+        return _reply_model(exchange, name, 202)
     if isinstance(error, LoadError):
         detail = f"the new version of model {name} could not be loaded: {error.detail}"
-        raise RequestError(detail, hint=error.hint or "the former one goes on")
+        raise RequestError(detail, hint=error.hint or "the present one goes on")
     if error is not None:
         raise error
-    return _reply_model(engine, name)
+    return _reply_model(exchange, name)
 
 
 @router.post(
@@ -182,9 +180,9 @@ async def exchange_model(
         **describe_problems(403, 409, 422, 504),
     },
 )
-async def reload_models(request: Request, deadline: DeadlineDependency) -> Response:
-    """Read the configuration file anew, and make the models what it says; what is new loads first."""
-    updates: ModelUpdates = request.app.state.updates
+async def reload_models(exchange: ExchangeDependency, deadline: DeadlineDependency) -> Response:
+    """Read the configuration file again, and apply what it says of models; new versions load first."""
+    updates: ModelUpdates = exchange.scope["app"].state.updates
     try:
         changes, done = await wait_until(deadline, updates.reload())
     except ConfigError as error:
@@ -206,10 +204,10 @@ async def reload_models(request: Request, deadline: DeadlineDependency) -> Respo
     dependencies=[Depends(require_admin)],
     responses=describe_problems(403, 404, 422, 503, 504),
 )
-async def load_model(engine: EngineDependency, deadline: DeadlineDependency, name: str) -> Response:
-    """Load a model now, also one whose loading failed before."""
-    await engine.manager.load(name, deadline)
-    return _reply_model(engine, name)
+async def load_model(exchange: ExchangeDependency, deadline: DeadlineDependency, name: str) -> Response:
+    """Load a model now, even if loading failed before."""
+    await exchange.engine.manager.load(name, deadline)
+    return _reply_model(exchange, name)
 
 
 @router.post(
@@ -218,18 +216,18 @@ async def load_model(engine: EngineDependency, deadline: DeadlineDependency, nam
     dependencies=[Depends(require_admin)],
     responses=describe_problems(403, 404, 422, 503),
 )
-async def unload_model(engine: EngineDependency, name: str) -> Response:
-    """Finish what the model has to do, then forget it; one with ``load: lazy`` is loaded again by the next request."""
-    await engine.manager.unload(name)
-    return _reply_model(engine, name)
+async def unload_model(exchange: ExchangeDependency, name: str) -> Response:
+    """Finish the model's requests, then unload it; one with ``load: lazy`` is loaded again by the next request."""
+    await exchange.engine.manager.unload(name)
+    return _reply_model(exchange, name)
 
 
 async def _read_entry(exchange: Exchange, deadline: float) -> Json:
-    """A small body that is a JSON object; without any the object is empty. BadRequestError, TooLargeError."""
+    """The JSON object in a small body, empty without a body; BadRequestError, TooLargeError."""
     with exchange.engine.admission.admit(deadline) as ticket:
         data = await exchange.read_body(ticket.reserve_bytes)
     if len(data) > MAX_ENTRY:
-        hint = "models are configured by who runs the server"
+        hint = "send one entry of 'models', as in the configuration file"
         raise TooLargeError(f"the body has {len(data)} bytes, the limit here is {MAX_ENTRY}", hint=hint)
     entry = load_json(data) if data else {}
     if not isinstance(entry, dict):
@@ -237,8 +235,8 @@ async def _read_entry(exchange: Exchange, deadline: float) -> Json:
     return entry
 
 
-def _reply_model(engine: Engine, name: str, status: int = 200) -> Response:
-    return _make_json(describe_model(engine.manager.registry.get_entry(name)), status)
+def _reply_model(exchange: Exchange, name: str, status: int = 200) -> Response:
+    return _make_json(describe_model(exchange.engine.manager.registry.get_entry(name)), status)
 
 
 def _make_json(body: Json, status: int = 200) -> Response:

@@ -1,7 +1,4 @@
-"""Pages for browsers, all of them from this server: the explorer at ``/``, the interactive document at ``/docs``.
-
-Their files are those of ``layertap.service.ui``, Swagger UI's out of their package.
-"""
+"""Pages for browsers: the explorer at ``/``, the interactive document at ``/docs``; all files are in packages."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ DOCS_HEADERS = {"Content-Security-Policy": POLICY.format(images="data:")}
 
 
 def _read_pages() -> dict[str, Response]:
-    """What each path has: a request's path is looked up among these, no more."""
+    """The reply at each path; nothing else is served from files."""
     found = {file.name: file.read_bytes() for file in files(PACKAGE).iterdir() if _find_type(file.name)}
     pages = {
         "/": Response(found.pop("index.html"), media_type="text/html", headers=EXPLORER_HEADERS),
@@ -45,7 +42,7 @@ def _find_type(name: str) -> str | None:
 
 
 def _write_palette() -> bytes:
-    """A module of the colours that pictures of this server have, so that the page's are the same."""
+    """A JavaScript module with the colours of the server's pictures."""
     tables = {"SEQUENTIAL": SEQUENTIAL, "DIVERGING": DIVERGING, "NOT_FINITE": np.array(NOT_FINITE)}
     lines = [
         f"export const {name} = Uint8Array.of({','.join(map(str, table.flat))});" for name, table in tables.items()
@@ -54,11 +51,11 @@ def _write_palette() -> bytes:
 
 
 PAGES = _read_pages()
-PATHS = frozenset({*PAGES, "/openapi.json"})  # what they hold is the same in every installation
+PATHS = frozenset({*PAGES, "/openapi.json"})  # their content is the same in every installation
 
 
 def install(app: FastAPI, root_path: str = "") -> None:
-    """Serve the explorer at ``/`` and the document at ``/docs``; at ``root_path`` itself a redirect to the first."""
+    """Serve the explorer at ``/`` and the document at ``/docs``; ``root_path`` itself redirects to the explorer."""
 
     async def show_explorer(request: Request) -> Response:
         # Without a slash, relative addresses would lead elsewhere.

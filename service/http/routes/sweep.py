@@ -1,4 +1,4 @@
-"""``POST /sweep``: read, prepare, run; the reply, or events of how far it is and then the reply."""
+"""``POST /sweep``: read, prepare, run, encode; optionally with events of its progress."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ router = APIRouter()
 @router.post(
     "/sweep",
     tags=["extract"],
-    summary="What one edit does, tried at each layer, channel, head or token",
+    summary="The effect of one edit, tried at each layer, channel, head or token",
     response_model=FeaturesReply,
     responses={**COMPUTED, 200: {**COMPUTED[200], "content": {**COMPUTED[200]["content"], EVENTS: EVENT_STREAM}}},
     openapi_extra=describe_inputs(SweepBody, SWEEP),
 )
 async def sweep(exchange: ExchangeDependency) -> Response:
-    """Ablate, scale, patch or add noise at one place after the other; get a metric of each, and the largest effects."""
+    """Ablate, scale, patch or add noise at one place after another; get a metric for each, and the largest effects."""
     engine = exchange.engine
     (asked, sent), ticket = await receive(exchange, parse_sweep, read_envelope)
     prepared = await sweeping.prepare(engine, asked, sent, ticket)
@@ -59,12 +59,12 @@ async def sweep(exchange: ExchangeDependency) -> Response:
 
 
 class EventsResponse(StreamingResponse):
-    """A reply of events; the exchange watches the client, so nobody listens for its leaving here."""
+    """A reply of events, without Starlette's task that waits for a disconnect: the exchange watches the client."""
 
     media_type = EVENTS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send what comes, until the client is gone: ClientGoneError."""
+        """Send the events until they end, or the client leaves: ClientGoneError."""
         await self.stream_response(send)
 
 
@@ -74,11 +74,11 @@ async def list_events(
     ticket: Ticket,
     compute: Callable[[sweeping.OnProgress], Awaitable[Features]],
 ) -> AsyncIterator[bytes | memoryview]:
-    """Events ``progress`` until there is a reply, then an event ``result`` with its JSON, or ``error``: a problem."""
+    """Events ``progress``, then ``result`` with the reply's JSON, or ``error`` with a problem."""
     newest, changed = {"done": 0, "total": 0}, asyncio.Event()
 
     def note(done: int, total: int) -> None:
-        newest.update(done=done, total=total)  # a client that reads slowly does not get all of them
+        newest.update(done=done, total=total)  # a slow reader does not get all of them
         changed.set()
 
     async def compute_reply() -> Buffers:

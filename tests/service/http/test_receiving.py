@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
 import pytest
 
 from layertap.models.errors import RequestError
 from layertap.service.errors import NotAcceptableError
 from layertap.service.formats.table import FORMATS
+from layertap.service.http.body import LONG_JSON
 from layertap.service.http.receiving import MAX_KEPT_BYTES, PICTURE, make_envelope_reader
+from tests.service.conftest import Serve
+from tests.service.support import image, picture
 
+BODY = {"layers": ["pool"], "inputs": [image(picture(1))]}
+JSON = {"content-type": "application/json"}
 QUERY = b"layers=pool&pool=mean"
 
 
@@ -37,6 +47,21 @@ def test_long_ones_are_not_kept() -> None:
     query = b"layers=" + b"a" * MAX_KEPT_BYTES
     assert not read(b"", b"image/png", query).is_kept
     assert read(b"", b"image/png", query) is not read(b"", b"image/png", query)
+
+
+def test_long_bodies_in_turn(serve: Serve) -> None:
+    """Long bodies wait for each other, but keep no thread from other work meanwhile."""
+    gate = Event()
+    with serve(cpu_threads=1) as live, ThreadPoolExecutor(2) as pool:
+        deadline = time.monotonic() + 60
+        held = pool.submit(live.run, live.engine.parse_long(gate.wait, deadline))
+        long = pool.submit(live.client.post, "/extract", content=json.dumps(BODY).ljust(LONG_JSON + 1), headers=JSON)
+        medium = live.client.post("/extract", content=json.dumps(BODY).ljust(LONG_JSON), headers=JSON)
+        assert medium.status_code == 200
+        assert not long.done()
+        gate.set()
+        assert long.result().content == medium.content
+        assert held.result()
 
 
 def test_mistakes_are_not_kept() -> None:
