@@ -131,7 +131,12 @@ class WorkerPool:
             worker.channel.close()
             pending.settle(ModelLostError())
             return
-        worker.start(lambda worker, why, pending, outcome: ended.done() or ended.set_result((why, outcome)))
+
+        def end(worker: WorkerProcess, why: Ended, pending: PendingMessage | None, outcome: Any) -> None:
+            if not ended.done():
+                ended.set_result((why, outcome))
+
+        worker.start(end)
         self._apart.add(worker)
         self._watch_deadlines()
         worker.ask(pending)
