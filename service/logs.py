@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
 from layertap.models.errors import escape
 from layertap.service.timings import STEPS, Timings
@@ -17,6 +20,8 @@ REQUEST, SLOW_REQUEST = "request", "slow request"  # what a line of the log says
 MAX_METHOD, MAX_PATH, MAX_NAME = 16, 200, 64  # characters
 CLIENT_LEFT = 499  # the status of a reply that nobody waits for, as nginx has it
 MAX_SHOWN = 4  # steps in a sentence
+DROPPED = "lines of the log were dropped: nobody read them"
+MAX_EXCEPTION = 16_384  # characters of a traceback: what a model raises may hold anything
 MILLISECONDS = {step: f"{step}_ms" for step in ("receive", *STEPS, "send", "other")}
 # Not orjson: it refuses lone surrogates, and does not escape U+2028, which some readers take for a line break.
 ENCODER = json.JSONEncoder(default=str)
@@ -104,7 +109,59 @@ SENTENCES: dict[tuple[str, str], Callable[[Mapping[str, object]], str]] = {
 }
 
 
-class JsonFormatter(logging.Formatter):
+class StderrHandler(logging.Handler):
+    """Writes lines to stderr as far as its reader takes them at once: nobody waits for one that has stopped reading.
+
+    A line that was begun goes on later; those behind it are dropped, and a warning says how many.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._file = sys.stderr.fileno()
+        self._poll = select.poll()
+        self._poll.register(self._file, select.POLLOUT)
+        self._dropped = 0
+        self._rest = b""  # of a line that was begun
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record's line, or drop it."""
+        try:
+            self._write(b"")
+            if self._dropped and not self._rest:
+                notice = {"name": "layertap", "levelno": logging.WARNING, "levelname": "WARNING", "msg": DROPPED}
+                self._write_line(logging.makeLogRecord({**notice, "fields": {"lines": self._dropped}}))
+                self._dropped = 0
+            if self._rest:
+                self._dropped += 1
+            else:
+                self._write_line(record)
+        except Exception:
+            self.handleError(record)
+
+    def _write_line(self, record: logging.LogRecord) -> None:
+        self._write(f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
+
+    def _write(self, data: bytes) -> None:
+        """Write as much as is taken of what is left, and of this; a pipe that is ready takes PIPE_BUF bytes."""
+        data = self._rest + data
+        while data and self._poll.poll(0):
+            data = data[os.write(self._file, data[: select.PIPE_BUF]) :]
+        self._rest = data
+
+
+class BoundedFormatter(logging.Formatter):
+    """Formats tracebacks up to a length: their beginning and their end."""
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802  (the name of logging's)
+        """The traceback's text."""
+        text = super().formatException(ei)
+        if len(text) <= MAX_EXCEPTION:
+            return text
+        half = MAX_EXCEPTION // 2
+        return f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
+
+
+class JsonFormatter(BoundedFormatter):
     """Formats a record as one JSON object; JSON escapes its text."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -121,7 +178,7 @@ class JsonFormatter(logging.Formatter):
         return ENCODER.encode(line)
 
 
-class TextFormatter(logging.Formatter):
+class TextFormatter(BoundedFormatter):
     """Formats a record as a line for people; control characters are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -143,7 +200,7 @@ def configure(level: str, text: bool) -> None:
     # Recommended by the logging documentation for speed: no line names threads, processes, tasks or source files.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StderrHandler()
     handler.setFormatter(TextFormatter() if text else JsonFormatter())
     logging.captureWarnings(True)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

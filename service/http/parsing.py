@@ -162,8 +162,7 @@ def _check_sizes(value: Any, settings: Settings) -> None:
     if isinstance(inputs, list):
         check_count(len(inputs), settings)
     if isinstance(layers, list):
-        names = (layer.get("layer") if isinstance(layer, dict) else layer for layer in layers)
-        check_results(len({name for name in names if isinstance(name, str)}), settings.max_results)
+        check_results(len(layers), settings.max_results)
 
 
 def _check_charset(content_type: str) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from io import StringIO
+from threading import Timer
 
 import pytest
 
-from layertap.service.logs import JsonFormatter, TextFormatter
+from layertap.service.logs import DROPPED, MAX_EXCEPTION, JsonFormatter, TextFormatter
 from tests.server import Live
 from tests.service.gated_server import wait_until
 from tests.service.support import Json, npy, raw, rows
@@ -63,3 +67,46 @@ def test_formatters(message: str) -> None:
     assert len(written.splitlines()) == 1
     assert json.loads(written)["path"] == message
     assert TextFormatter().format(record).isprintable()
+
+
+def test_long_exception() -> None:
+    """What a model raises is logged up to a length, and its end with it."""
+    try:
+        raise ValueError("m" * 1_000_000 + " the end")
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "f", 1, "failed", (), sys.exc_info())
+    for written in (JsonFormatter().format(record), TextFormatter().format(record)):
+        assert len(written) < MAX_EXCEPTION + 1000
+        assert "Traceback" in written
+        assert "the end" in written
+
+
+WRITER = """
+import logging
+from layertap.service import logs
+logs.configure("info", text=False)
+log = logging.getLogger("layertap")
+for number in range(2000):
+    log.info("x" * 100, extra={"fields": {"number": number}})
+print("written", flush=True)
+input()
+log.info("last")
+"""
+
+
+def test_reader_that_stops() -> None:
+    """Nobody waits for a reader of the log that has stopped; it learns later how many lines it missed."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", WRITER], text=True, **pipes) as writer:
+        timer = Timer(60, writer.kill)
+        timer.start()
+        assert writer.stdout is not None
+        assert writer.stderr is not None
+        assert writer.stdout.readline() == "written\n"
+        begun = os.read(writer.stderr.fileno(), 2**20).decode()
+        _, rest = writer.communicate("\n")
+        timer.cancel()
+    *lines, dropped, last = [json.loads(line) for line in (begun + rest).splitlines()]
+    assert [line["number"] for line in lines] == list(range(len(lines)))
+    assert (dropped["message"], dropped["lines"]) == (DROPPED, 2000 - len(lines))
+    assert last["message"] == "last"

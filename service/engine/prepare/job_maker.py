@@ -30,10 +30,13 @@ from layertap.service.engine.prepare.sources import prepare_sources
 from layertap.service.engine.rows import Attempt, CutRows, Fetched, Items, Rows, get_row_shapes, join_rows
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.errors import UnsupportedMediaError
+from layertap.service.inputs.image_size import count_pixels
 from layertap.service.inputs.items import TIFF_STARTS, ImageItem, LocalItem
 
 HINT = "send one shape a request"
 PAIRS = "some ids look like pairs, by their separators: all token types are 0 here, those of second texts too"
+LARGE_PIXELS = 8_000_000  # of a picture: a fifth of a second to decode, or more
+LARGE_BYTES = LARGE_PIXELS // 1032  # of its file, at least: Deflate makes no more of a byte
 Faults = tuple[Fault, ...]  # in the order of the inputs
 
 
@@ -94,7 +97,11 @@ class JobMaker:
         """The rows of each item in the scheduler's slots, or its errors."""
         # Inputs that name another share its item, which is decoded once.
         local = {id(item): item for _, item in items if not isinstance(item, LayertapError)}
-        groups = split_evenly([*local.values()], self._scheduler.slots, planned.handle.executor.max_decode_items)
+        local = dict(sorted(local.items(), key=lambda each: _is_large(each[1])))
+        small = sum(not _is_large(item) for item in local.values())
+        rest = [*local.values()]
+        groups = split_evenly(rest[:small], self._scheduler.slots, planned.handle.executor.max_decode_items)
+        groups += [[item] for item in rest[small:]]  # each takes its turn
         decoded = dict(zip(local, await self._decode_groups(planned, groups, deadline), strict=True))
         return [[item] if isinstance(item, LayertapError) else decoded[id(item)] for _, item in items]
 
@@ -181,11 +188,12 @@ class JobMaker:
 def make_encoded_job(planned: PlannedRequest, items: Items, faults: Faults, ticket: Ticket) -> Job | None:
     """The job of pictures that their batch decodes; None if they must be decoded first.
 
-    These are also TIFFs, which may be cut, and repeated pictures, which are decoded once.
+    These are also TIFFs, which may be cut, repeated pictures, which are decoded once, and large ones, for which others
+    would wait.
     """
     pictures: list[ImageItem] = []
     for _, item in items:
-        if type(item) is not ImageItem or item.data.startswith(TIFF_STARTS):
+        if type(item) is not ImageItem or item.data.startswith(TIFF_STARTS) or _is_large(item):
             return None
         pictures.append(item)
     rows = len(pictures)
@@ -243,6 +251,11 @@ def split_evenly(items: Sequence[LocalItem], slots: int, limit: int) -> list[Seq
     count = min(slots * rounds, len(items))
     bounds = [len(items) * group // max(count, 1) for group in range(count + 1)]
     return [items[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _is_large(item: LocalItem) -> bool:
+    """Whether a picture takes so long to decode that it takes a turn of its own."""
+    return isinstance(item, ImageItem) and len(item.data) >= LARGE_BYTES and count_pixels(item.data) >= LARGE_PIXELS
 
 
 def _sort_attempts(

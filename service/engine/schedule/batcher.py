@@ -210,7 +210,7 @@ class Batcher:
     def extend(self, batch: Batch) -> Sequence[RowSlice]:
         """Add waiting rows to a batch whose forward has not begun; returns their slices."""
         queue = self._waiting.get(batch.key)
-        if queue is None:
+        if queue is None or batch.reason == "isolated":  # it runs again: another picture of the kind would stop it anew
             return ()
         now, device = self._clock(), self._devices[batch.device]
         candidates = queue.list_first(now)
