@@ -109,10 +109,12 @@ class JobMaker:
         self, planned: PlannedRequest, groups: Sequence[Sequence[LocalItem]], deadline: float
     ) -> Iterator[Sequence[Attempt]]:
         handle, inputs, priority = planned.handle, planned.inputs, planned.request.priority
+        turns = asyncio.Semaphore(self._scheduler.slots)  # others that come meanwhile go before the further groups
 
         async def decode_group(items: Sequence[LocalItem]) -> Iterable[Sequence[Attempt]]:
             decode = partial(self._scheduler.decode, handle.key, items, inputs, priority, deadline)
-            attempts = await handle.ask_again(decode, deadline)
+            async with turns:
+                attempts = await handle.ask_again(decode, deadline)
             left = [[item] for item, of_item in zip(items, attempts, strict=True) if not of_item]
             if not left:
                 return attempts
