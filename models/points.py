@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from layertap.models.errors import escape
@@ -85,7 +85,7 @@ class Point:
     @property
     def side(self) -> Point:
         """The side of the call that it is at: a point without path."""
-        return replace(self, path=())
+        return Point(self.layer, self.call, (), self.site, self.function)
 
     @property
     def escaped_text(self) -> str:

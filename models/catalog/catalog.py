@@ -240,6 +240,16 @@ class Catalog:
         layers = {name: replace(layer, calls=tuple(calls[name])) for name, layer in self.layers.items()}
         return replace(self, layers=layers, has_functions=False)
 
+    def with_functions(self, other: Catalog) -> Catalog:
+        """The same with the functions, and the origins of inputs, of another survey of that shape."""
+        layers = dict(self.layers)
+        for name, layer in self.layers.items():
+            calls = other.layers[name].calls
+            if len(calls) == len(layer.calls):  # or the model runs otherwise each time
+                pairs = zip(layer.calls, calls, strict=True)
+                layers[name] = replace(layer, calls=tuple(_join_functions(*pair) for pair in pairs))
+        return replace(self, layers=layers, has_functions=True)
+
     @property
     def graph_costs(self) -> Costs:
         """What a forward with a backward takes, expected rather than measured: a backward is two forwards' work.
@@ -286,6 +296,13 @@ def make_calls(boundaries: Mapping[Point, CallBoundary], views: Set[Point] = fro
             own, sinks = functions[point.layer, point.call], its.get("attention_sink")
             layers[point.layer].append(Call(its["input"], its["output"], its.get("attention"), own, sinks))
     return layers
+
+
+def _join_functions(call: Call, other: Call) -> Call:
+    """A call with the functions and origins that another survey saw."""
+    origins = {info.path: info.origin for info in other.input.tensors}
+    tensors = tuple(replace(info, origin=origins.get(info.path)) for info in call.input.tensors)
+    return replace(call, functions=other.functions, input=replace(call.input, tensors=tensors))
 
 
 def _delay(call: Call, later: int) -> Call:

@@ -116,7 +116,7 @@ def survey_shape(model: LoadedModel, shapes: Shapes, *, functions: bool = False)
     if functions and not catalog.has_functions:
         with _running(model.forward, model.threads):
             other = _survey(model, model.model_inputs.with_shapes(shapes), functions=True)
-        catalog = replace(other, seconds=catalog.seconds, costs=catalog.costs, tower=catalog.tower)
+        catalog = catalog.with_functions(other)
         model.catalogs.put_catalog(shapes, catalog)
     return catalog
 
