@@ -129,7 +129,7 @@ def _find_layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], lis
         raise UnknownLayerError(f"{_describe(selector)} matches {len(others)} layers, none of which runs {which}")
     hint = _suggest_type(selector.type, catalog) or EVERY_LAYER
     if "/" in selector.pattern:
-        hint += "; a glob is of layers, not of functions: name the function, 'LAYER/add'"
+        hint += f"; a glob is of layers: name the function, {escape(selector.pattern.rpartition('/')[0] + '/add')}"
     raise UnknownLayerError(f"{_describe(selector)} matches no layer", hint=hint)
 
 

@@ -26,7 +26,7 @@ from layertap.models.plan.poolings import POOLINGS
 from layertap.models.plan.projections import count_projected_bytes, describe_projection
 from layertap.models.plan.requested import BY_AXIS, Objective, Operation, Projection, Reduction, Terms
 from layertap.models.plan.statistics import get_statistic
-from layertap.models.points import AXES, GIVE_LAYOUT
+from layertap.models.points import AXES, GIVE_LAYOUT, LETTERS
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
@@ -72,8 +72,10 @@ def check_need(option: str, name: str, info: TensorInfo, axes: str = "") -> Iter
         yield f"{name} is made of all rows of a forward: {option!r} needs one entry for each input", hint
     if "N" in letters and info.row_axis is None:
         yield f"{name} is the same for all rows: {option!r} needs one entry for each input", hint
-    if not all(info.has_axis(letter) for letter in letters.replace("N", "")):
-        yield f"{name} has no axis for {option!r}", f"leave {option!r} out, or {GIVE_LAYOUT}"
+    missing = [LETTERS[letter] for letter in letters.replace("N", "") if not info.has_axis(letter)]
+    if missing:
+        which = f": {', '.join(missing)}" if axes else ""
+        yield f"{name} has no axis for {option!r}{which}", f"leave {option!r} out, or {GIVE_LAYOUT}"
 
 
 def check_channels(what: str, name: str, info: TensorInfo) -> Iterator[Refusal]:
@@ -285,7 +287,7 @@ def check_change(tap: Tap, operation: Operation, catalog: Catalog, lengths: Text
     for option, indices in operation.indices.items():
         yield from check_indices(option, name, common, indices, sizes_known=sizes_known)
         differ = lengths is not None and lengths.known and lengths.fewest < lengths.most
-        if differ and info.axis(AXES[option]) in info.token_axes and min(indices) < 0 <= max(indices):
+        if differ and info.axis(AXES[option]) in info.token_axes and min(indices, default=0) < 0 <= max(indices):
             detail = f"{option!r} of {name} are counted from both ends, and texts may have any length"
             yield detail, "write two entries, or count all from one end"
     if operation.region is not None:

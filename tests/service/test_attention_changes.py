@@ -201,4 +201,4 @@ def test_entropy(server: Server) -> None:
     np.testing.assert_allclose(entropy(keys=[0, 3], by="head"), some, rtol=1e-5)
     zero = {"layer": SECOND, "site": "attention", "op": "zero", "heads": [1]}
     assert np.isnan(entropy(interventions=[zero], by="head")[:, 1]).all()
-    assert "no channels" in problem(ask(by="channel"), 422)["detail"]
+    assert "no axis for 'by': channels" in problem(ask(by="channel"), 422)["detail"]

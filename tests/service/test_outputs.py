@@ -122,7 +122,7 @@ def test_what_is_said_counts(ending: Live) -> None:
         check_gradient(ending, name, objective, lambda out: nn.KLDivLoss()(out, one_hot) * len(X))
     check_gradient(ending, "said", {"kind": "probability", "class": CLASS}, lambda out: out.softmax(1)[:, CLASS])
     told = problem(ask(ending, "/extract", "head", layers=[".:grad_input"], objective={"outputs": "logits"}), 422)
-    assert "no probabilities" in told["errors"][0]["detail"]
+    assert "takes no 'outputs'" in told["errors"][0]["detail"]
 
 
 ROWS = np.random.default_rng(1).normal(size=(3, 10)).astype(np.float32)

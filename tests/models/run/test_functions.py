@@ -130,7 +130,7 @@ REFUSED = {
     "mixer.first/linear": ("calls no functions of its own", "?functions=true"),
     "mixer/add#0:grad_output": ("needs an objective", "objective"),
     "mixer/add#0:attention": ("the site 'attention' is one of layers", "use 'output' or 'input' or 'grad_output'"),
-    "mixer/*": ("matches no layer", "name the function, 'LAYER/add'"),
+    "mixer/*": ("matches no layer", "name the function, 'mixer/add'"),
     "mixer#1/add#0": ("runs once in a forward", "use #0"),
 }
 
