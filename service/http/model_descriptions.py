@@ -98,7 +98,10 @@ def _describe_text(text: TextSpec | None) -> Json:
 def _describe_pictures(model: ModelInfo) -> Json | None:
     """How a picture becomes a row, and how it is decoded: "exact" if the setting makes no difference."""
     how, decode = model.preprocess, model.spec.decode
-    return how.describe() | {"decode": decode if how.changes_pixels(decode) else "exact"} if how else None
+    if how is None:
+        return None
+    steps = {name: value for name, value in how.describe().items() if value is not None or name in ("resize", "crop")}
+    return steps | {"decode": decode if how.changes_pixels(decode) else "exact"}
 
 
 def _describe_input(spec: InputSpec) -> Json:
