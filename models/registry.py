@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Literal
 
-from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices.devices import allow_tf32
 from layertap.models.errors import Failure, LoadError, UnknownModelError, escape, find_nearest, make_load_error, suggest
-from layertap.models.loading import load_model
-from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.model_info import ModelInfo
 from layertap.models.spec import ModelSpec
 
@@ -51,24 +47,6 @@ class ModelEntry:
         self.model, self.state, self.reason, self.kind = None, "available", "", ""
 
 
-def load_ready_model(
-    spec: ModelSpec,
-    replicas: int = 1,
-    threads: int | None = None,
-    streams: int = 1,
-    notes: Path | None = None,
-    plans: Path | None = None,
-    *,
-    compiles: bool = False,
-) -> LoadedModel:
-    """A model in this process, ready to run; LoadError. The first arguments are those of ``load_model``.
-
-    ``plans``: the folder for graphs of warm plans, which run with hooks without it; ``compiles``: compile missing ones.
-    """
-    model = load_model(spec, replicas, threads, streams, notes)
-    return prepare_warm_plans(model, plans, compiles=compiles) if plans and spec.warm else model
-
-
 class Registry:
     """All configured models by name, loaded by ``load``; ``aliases`` are further names of some.
 
@@ -78,7 +56,7 @@ class Registry:
     def __init__(
         self,
         specs: Iterable[ModelSpec],
-        load: Callable[[ModelSpec], ModelInfo] = load_ready_model,
+        load: Callable[[ModelSpec], ModelInfo],
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         specs = tuple(specs)

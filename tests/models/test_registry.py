@@ -37,7 +37,7 @@ VECTOR = (InputSpec("x", (4,)),)
 def test_failed(spec: ModelSpec, reason: str) -> None:
     """What can't be loaded says why, whoever raised what, and shows no path."""
     with pytest.raises(LoadError) as raised:
-        Registry([spec]).load_model(spec)
+        Registry([spec], load_model).load_model(spec)
     said = f"{raised.value.detail}; {raised.value.hint}"
     assert reason in said
     assert "/" not in said

@@ -9,9 +9,10 @@ from typing import cast
 
 import torch
 
+from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices import memory
 from layertap.models.devices.devices import list_devices, resolve_device
-from layertap.models.registry import load_ready_model
+from layertap.models.loading import load_model
 from layertap.models.run.loaded_model import LoadedModel, join_devices
 from layertap.models.run.model_info import ModelInfo
 from layertap.models.sources.python import list_search_folders
@@ -42,12 +43,15 @@ def load(
     if settings.workers and not spec.devices and resolve_device(spec.device).type == "cpu":
         return load_in_host(spec, settings, plans, partial(metrics.count, "worker_restarts_total"))
     replicas = 1 if spec.devices else settings.replicas  # a CPU that stands in for a GPU runs one, too
-    options = (replicas, settings.cpu_threads, settings.gpu_streams, settings.notes_dir, plans)
-    load_here = partial(load_ready_model, compiles=compiles)
+
+    def load_here(spec: ModelSpec) -> LoadedModel:
+        model = load_model(spec, replicas, settings.cpu_threads, settings.gpu_streams, settings.notes_dir)
+        return prepare_warm_plans(model, plans, compiles=compiles) if plans is not None else model
+
     if not spec.devices:
-        return load_here(spec, *options)
+        return load_here(spec)
     parts = {name: replace(spec, device=name, devices=()) for name in list_devices(spec.devices)}
-    return join_devices(spec, {name: load_here(part, *options) for name, part in parts.items()})
+    return join_devices(spec, {name: load_here(part) for name, part in parts.items()})
 
 
 def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> Executor:

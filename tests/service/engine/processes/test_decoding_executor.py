@@ -21,7 +21,7 @@ from PIL import Image
 from bench.hard.pictures import gray, tiff
 from layertap.models.errors import InputError, LayertapError, TooLargeError
 from layertap.models.plan.selectors import parse_selector
-from layertap.models.registry import Registry, load_ready_model
+from layertap.models.registry import Registry
 from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.engine.engine import Engine
@@ -224,7 +224,7 @@ def test_killed(model: LoadedModel, which: str) -> None:
 def extract(items: Sequence[ImageItem], create_executor: Callable[..., Executor], **limits: Any) -> Features:
     """The features of pictures, by an engine whose model is in this process."""
     settings, metrics = Settings(**{**SETTINGS, **limits}, cpu_threads=2), Metrics()
-    registry = Registry([FATAL], load_ready_model)
+    registry = Registry([FATAL], load_model)
     create = partial(create_executor, settings=settings)
     manager = ModelManager(registry, "net", settings, metrics, create)
     engine = Engine(manager, Fetcher(settings), settings, metrics)
