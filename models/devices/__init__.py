@@ -1,1 +1,1 @@
-"""Devices: their names, copies to and from them, threads, memory, and the costs of forwards."""
+"""Devices: their names, threads and memory, copies to and from them, and turns of models that load."""
