@@ -116,7 +116,7 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         """Let go of a request."""
         if self.exchange is exchange:
             self.exchange = None
-        if self._peer_ended and self._is_idle():
+        if self._peer_ended and not self.is_closing() and self._is_idle():
             self.close()
 
     def data_received(self, data: bytes) -> None:

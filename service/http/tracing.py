@@ -75,8 +75,10 @@ class TraceMiddleware:
         from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 
         self._app = app
-        spans = ["receive", "send"]  # of each piece
-        self._traced = OpenTelemetryMiddleware(self._pass_on, tracer_provider=tracer.provider, exclude_spans=spans)
+        # Without the spans that it would make of each piece.
+        self._traced = OpenTelemetryMiddleware(
+            self._pass_on, tracer_provider=tracer.provider, exclude_spans=["receive", "send"]
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a request, with its ``trace`` in the scope's ``state``."""

@@ -65,7 +65,7 @@ def _describe_output(name: str, array: Array, features: Features, is_behind: boo
     parameters: dict[str, Any] = {"binary_data_size": array.nbytes} if is_behind else {}
     if receipt := features.receipts.get(name):
         parameters["fingerprint"] = receipt.fingerprint
-    described = {"name": name, "datatype": DATATYPES[array.dtype.name], "shape": array.shape}
+    described: dict[str, Any] = {"name": name, "datatype": DATATYPES[array.dtype.name], "shape": array.shape}
     described |= {"parameters": parameters} if parameters else {}
     return described if is_behind else described | {"data": array.reshape(-1)}
 

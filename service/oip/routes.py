@@ -120,23 +120,18 @@ def _describe_model(model: ModelInfo, results: Sequence[Result]) -> Json:
     """
     encoded = [IMAGE] if model.model_inputs.takes_pictures else []
     encoded += [TEXT] if model.text is not None and model.text.encode is not None else []
-    return {
-        "name": model.spec.name,
-        "versions": [VERSION],
-        "platform": "pytorch",
-        "inputs": [
-            *map(_describe_input, model.inputs),
-            *({"name": name, "datatype": BYTES, "shape": (-1, 1)} for name in encoded),
-        ],
-        "outputs": [_describe_output(result) for result in results],
-    }
+    inputs = [*map(_describe_input, model.inputs)]
+    inputs += [{"name": name, "datatype": BYTES, "shape": (-1, 1)} for name in encoded]
+    outputs = list(map(_describe_output, results))
+    name = model.spec.name
+    return {"name": name, "versions": [VERSION], "platform": "pytorch", "inputs": inputs, "outputs": outputs}
 
 
 def _describe_input(spec: InputSpec) -> Json:
-    sizes = [
-        -1 if spec.longest is not None and axis == spec.long_axis else size for axis, size in enumerate(spec.shape)
-    ]
-    return {"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": (-1, *sizes)}
+    sizes = [-1, *spec.shape]
+    if spec.longest is not None:
+        sizes[1 + spec.long_axis] = -1
+    return {"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": sizes}
 
 
 def _describe_output(result: Result) -> Json:

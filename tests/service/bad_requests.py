@@ -67,7 +67,7 @@ BAD: dict[str, Case] = {
     "not JSON": Case(400, text("{'layers': 1}")),
     "5,000 digits": Case(400, text('{"layers": [{"layer": "pool", "call": ' + "9" * 5000 + "}]}")),
     "a key twice": Case(400, text('{"layers": ["pool"], "pool": "mean", "layers": ["head"]}'), says="'layers' twice"),
-    "a deep list": Case(400, text('{"layers": ' + "[" * 990 + "]" * 990 + "}"), says="too deep"),
+    "deep, with a quoted colon": Case(400, text('{"a": "\\":", "b": ' + "[" * 990 + "]" * 990 + "}"), says="too deep"),
     "very deep": Case(400, text("[" * 10_000 + "]" * 10_000)),
     "no boundary": Case(400, text("--x--", "multipart/form-data")),
     "multipart cut short": Case(400, multipart(PART.format("request", REQUEST))),

@@ -94,7 +94,7 @@ def test_decoding_host_is_reloaded(hanging: Live, noted_while: str) -> None:
         failure = LastingFailure("it hangs", ended=asyncio.get_running_loop().create_future())
         if noted_while == "ready":
             fail(failure)
-        handle._set_loading()
+        handle._set("loading")
         if noted_while == "loading":
             fail(failure)
         states: list[str] = [handle.state]

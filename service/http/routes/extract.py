@@ -80,25 +80,22 @@ async def explain(exchange: ExchangeDependency) -> Response:
 def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:
     """The reply of a dry run: shapes and costs without a forward; ``warnings`` are those of the model."""
     job = max(jobs, key=lambda job: job.plan.cost)
-    entries, plan = list_entries(jobs), job.plan
-    fingerprint = digest_jobs(jobs)
+    fingerprint, changes = digest_jobs(jobs), join_changes(each.prepared.changed for each in jobs)
+    per_forward = job.prepared.rows_per_forward
+    features: dict[str, Any] = {}
+    for name, result, rows in list_entries(jobs):
+        shape, dtype = result.capture.reply_shape(rows), result.capture.dtype
+        features[name] = {"shape": shape, "dtype": dtype, "bytes": count_bytes(result, rows)}
     body: dict[str, Any] = {
         "model": job.prepared.key.name,
         "fingerprint": fingerprint,
         "rows": sum(each.rows for each in jobs),
-        "features": {
-            name: {
-                "shape": result.capture.reply_shape(rows),
-                "dtype": result.capture.dtype,
-                "bytes": count_bytes(result, rows),
-            }
-            for name, result, rows in entries
-        },
+        "features": features,
         "bytes": sum(each.plan.nbytes(each.rows) for each in jobs),
-        "stops_at": plan.stops_at.text,
-        **({"interventions": changes} if (changes := join_changes(each.prepared.changed for each in jobs)) else {}),
-        **({"rows_per_forward": job.prepared.rows_per_forward} if job.prepared.rows_per_forward is not None else {}),
-        "cost": plan.cost,
+        "stops_at": job.plan.stops_at.text,
+        **({"interventions": changes} if changes else {}),
+        **({"rows_per_forward": per_forward} if per_forward is not None else {}),
+        "cost": job.plan.cost,
         "seconds": round(sum(_estimate_seconds(each) for each in jobs), 6),
         "warnings": [*warnings, *dict.fromkeys(warning for each in jobs for warning in _list_warnings(each))],
         "errors": [format_fault(fault) for fault in job.faults],

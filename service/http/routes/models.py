@@ -49,11 +49,9 @@ LISTING_TYPES = {"json": "application/json", "text": "text/plain"}
 def list_models(exchange: ExchangeDependency) -> Response:
     """Every configured model and its state, and the limits of requests."""
     manager, settings = exchange.engine.manager, exchange.engine.settings
-    models = [describe_model(entry) for entry in manager.registry]
-    limits = {name: getattr(settings, name) for name in LIMITS}
-    return _make_json(
-        {"default": manager.default, "aliases": manager.registry.aliases, "models": models, "limits": limits}
-    )
+    body: Json = {"default": manager.default, "aliases": manager.registry.aliases}
+    body["models"] = [describe_model(entry) for entry in manager.registry]
+    return _make_json(body | {"limits": {name: getattr(settings, name) for name in LIMITS}})
 
 
 @router.get("/models/{name}", response_model=Model, responses=describe_problems(404))
@@ -84,22 +82,20 @@ async def list_layers(
 
     As JSON, or as a tree for terminals (``format=text``).
     """
-    media_type = LISTING_TYPES[negotiate(exchange.head.get(b"accept", b"").decode("latin-1"), format, LISTING_TYPES)]
+    as_tree = negotiate(exchange.head.get(b"accept", b"").decode("latin-1"), format, LISTING_TYPES) == "text"
     query.Query(exchange.scope["query_string"]).check(FILTERS)
     engine = exchange.engine
     handle = await engine.manager.get_handle(name, deadline)
     model = handle.model
 
-    def encode() -> str | bytes:
-        found = filter_layers(model.catalog, match, type, leaf)
-        described = describe_layers(model, found, functions=functions)
-        return format_tree(described["layers"]) if media_type == "text/plain" else orjson.dumps(described)
+    def reply() -> Response:
+        body = describe_layers(model, filter_layers(model.catalog, match, type, leaf), functions=functions)
+        return Response(format_tree(body["layers"]), media_type="text/plain") if as_tree else _make_json(body)
 
     with handle.hold():
         if functions:
             await handle.survey(model.shapes, deadline, functions=True)
-        data = await engine.run_in_thread(encode, deadline)
-    return Response(data, media_type=media_type)
+        return await engine.run_in_thread(reply, deadline)
 
 
 @router.get("/models/{name}/labels", response_model=LabelsReply, responses=describe_problems(404, 422, 503, 504))
@@ -135,8 +131,7 @@ async def probe_layers(
     with engine.admission.admit(deadline) as ticket:
         of_request = name, asked["selectors"], asked["embedding"]
         features = await prober.probe(*of_request, ticket, preprocessed=tensors, sent=sent)
-    data = await engine.run_in_thread(partial(_encode_probes, features), deadline)
-    return Response(data, media_type="application/json")
+    return await engine.run_in_thread(partial(_reply_probes, features), deadline)
 
 
 @router.put(
@@ -243,6 +238,6 @@ def _make_json(body: Json, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
-def _encode_probes(features: Features) -> bytes:
+def _reply_probes(features: Features) -> Response:
     receipts = describe_receipts(features)
-    return orjson.dumps({"model": features.model, "fingerprint": features.fingerprint, "receipts": receipts})
+    return _make_json({"model": features.model, "fingerprint": features.fingerprint, "receipts": receipts})

@@ -50,7 +50,6 @@ async def sweep(exchange: ExchangeDependency) -> Response:
     engine = exchange.engine
     (asked, sent), ticket = await receive(exchange, parse_sweep, read_envelope)
     prepared = await sweeping.prepare(engine, asked, sent, ticket)
-
     compute = partial(sweeping.run, engine, prepared, ticket)
     if asked.reply.format.name == EVENTS_FORMAT.name:
         exchange.keeps_watching = True  # the head is not all of the reply
@@ -86,13 +85,12 @@ async def list_events(
         return await exchange.engine.run_in_thread(encode, ticket.deadline)
 
     computing = asyncio.ensure_future(compute_reply())
+    computing.add_done_callback(lambda _: changed.set())
     try:
         while not computing.done():
-            waiting = asyncio.ensure_future(changed.wait())
-            await asyncio.wait((computing, waiting), return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
-            if changed.is_set():
-                changed.clear()
+            await changed.wait()
+            changed.clear()
+            if newest["total"]:
                 yield b"event: progress\ndata: %b\n\n" % orjson.dumps(newest)
         result = computing.result()
         await exchange.end_work(sum(map(len, result)))
