@@ -24,14 +24,7 @@ from layertap.service.http.exchange import Exchange
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.receiving import make_envelope_reader, receive
 from layertap.service.http.reply import BuffersResponse, describe_features, run_encoder
-from layertap.service.openai.embeddings import (
-    AskedEmbeddings,
-    check_dimensions,
-    encode_embeddings,
-    parse_embeddings,
-    parse_model_id,
-    shorten,
-)
+from layertap.service.openai import embeddings
 
 ASK = "POST /extract shows the numbers; ask for another layer, or leave this input out"
 MAX_NAMED = 8
@@ -42,7 +35,7 @@ read_envelope = make_envelope_reader({JSON.name: JSON})
 async def create_embeddings(exchange: Exchange) -> Response:
     """A vector of norm 1 for each input."""
     engine = exchange.engine
-    (asked, sent), ticket = await receive(exchange, parse_embeddings, read_envelope)
+    (asked, sent), ticket = await receive(exchange, embeddings.parse_embeddings, read_envelope)
     parts, size = [sent], engine.settings.max_inputs
     if len(sent.items) > size:
         parts = [SentInputs(sent.items[start : start + size]) for start in range(0, len(sent.items), size)]
@@ -52,7 +45,7 @@ async def create_embeddings(exchange: Exchange) -> Response:
         columns = _count_columns(planned)
         if asked.dimensions is not None:
             own = asked.embedding is not None and not asked.embedding.layer
-            check_dimensions(asked.dimensions, columns, handle.model.spec.dimensions if own else ())
+            embeddings.check_dimensions(asked.dimensions, columns, handle.model.spec.dimensions if own else ())
             columns = asked.dimensions
         numbers = len(sent.items) * columns
         check_sizes([ResultSize("", "float32", numbers, 4 * numbers)], len(sent.items), asked.reply)
@@ -82,7 +75,7 @@ routes = [
 ]
 
 
-def _encode(parts: Sequence[Features], asked: AskedEmbeddings) -> tuple[Features, Buffers]:
+def _encode(parts: Sequence[Features], asked: embeddings.AskedEmbeddings) -> tuple[Features, Buffers]:
     """Concatenate the features of all parts and encode the reply."""
     features = join_features(parts)
     if asked.ignored:
@@ -90,16 +83,16 @@ def _encode(parts: Sequence[Features], asked: AskedEmbeddings) -> tuple[Features
         warning = f"fields that mean nothing here were ignored: {fields}"
         features = replace(features, warnings=(*features.warnings, warning))
     if asked.dimensions is not None:
-        features = shorten(features, asked.dimensions)
+        features = embeddings.shorten(features, asked.dimensions)
     if (found := find_wrong_row(features)) is not None:  # these clients accept no null
         row, text = found
         raise RequestError.from_faults([Fault(f"no embedding can be given: {text}", ASK, f"/input/{row}", row)])
-    return features, encode_embeddings(features, asked.model_id, asked.reply.encoding)
+    return features, embeddings.encode_embeddings(features, asked.model_id, asked.reply.encoding)
 
 
 async def _describe(engine: Engine, model_id: str) -> Json:
     """A model for OpenAI's clients, with fingerprint and dimension if it is loaded; UnknownModelError, RequestError."""
-    name, embedding = parse_model_id(model_id)
+    name, embedding = embeddings.parse_model_id(model_id)
     entry = engine.manager.registry.get_entry(name)
     body: Json = {"id": model_id, "object": "model", "created": 0, "owned_by": "layertap", "state": entry.state}
     handle = engine.manager.find_handle(name)
