@@ -125,30 +125,26 @@ def load_json(data: bytes, max_numbers: int | None = None, name: str = "the body
         if is_long:
             gc.enable()
     if not is_long:
-        _check_keys(data, _count_keys(value), name)
+        _check_keys(data, value, name)
     return value
 
 
-def _check_keys(data: bytes, keys: int, name: str) -> None:
+def _check_keys(data: bytes, document: Any, name: str) -> None:
     """BadRequestError for an object with a repeated key: then the text has more keys than the parsed document."""
+    keys, left = 0, [document]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            keys += len(each)
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
     if data.count(b":") == keys or data.count(b'":') + data.count(b'" :') == keys:  # which is quick to see
         return
     try:
         _checker.decode(data.decode())
     except RecursionError:
         raise BadRequestError(f"{name} is nested too deep") from None
-
-
-def _count_keys(document: Any) -> int:
-    count, left = 0, [document]
-    while left:
-        each = left.pop()
-        if isinstance(each, dict):
-            count += len(each)
-            left += each.values()
-        elif isinstance(each, list):
-            left += each
-    return count
 
 
 def _require_unique(pairs: list[tuple[str, Any]]) -> None:
