@@ -59,13 +59,11 @@ async def open_local_client(settings: Settings, model: str | None) -> AsyncItera
     try:
         await _load(engine.manager, model)  # not by a request, whose error would be shortened
         with convert_errors(None):
-            async with lt.AsyncClient(
-                LOCAL,
-                api_key="none",
-                timeout=LOCAL_TIMEOUT_S,
-                retries=lt.RetryPolicy(attempts=0),
-                transport=httpx.ASGITransport(app),
-            ) as client:
+            transport, retries = httpx.ASGITransport(app), lt.RetryPolicy(attempts=0)
+            opened = lt.AsyncClient(
+                LOCAL, api_key="none", timeout=LOCAL_TIMEOUT_S, retries=retries, transport=transport
+            )
+            async with opened as client:
                 yield client
     finally:
         await engine.close()

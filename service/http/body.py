@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable
 from io import BytesIO
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import orjson
 from python_multipart.multipart import Field, File, FormParser, parse_options_header
@@ -25,13 +25,6 @@ NUMBERS_HINT = "send numbers as bytes: base64, .npy or safetensors; long texts i
 BRACKET_COST = 4  # of a list, an object or a key, in numbers
 COUNTED = 2**20  # bytes that are searched before other threads may run
 LONG_JSON = 2**18  # bytes of a document that is parsed in turn, and not checked for repeated keys
-
-
-class MultipartPart(NamedTuple):
-    """One part of a multipart body."""
-
-    name: str
-    data: bytes
 
 
 def is_packed(headers: Iterable[tuple[bytes, bytes]]) -> bool:
@@ -63,8 +56,8 @@ def unpack(data: bytes, size: int, limit: int) -> bytes:
     return unpacked
 
 
-def parse_multipart(content_type: str, body: bytes, settings: Settings) -> list[MultipartPart]:
-    """The parts of a multipart body in order, for a thread; BadRequestError, TooLargeError for too many parts.
+def parse_multipart(content_type: str, body: bytes, settings: Settings) -> list[tuple[str, bytes]]:
+    """The names and bytes of a multipart body's parts; for a thread. BadRequestError, TooLargeError for too many.
 
     Bytes before the first and after the last delimiter are ignored (RFC 2046, section 5.1.1).
     """
@@ -74,7 +67,7 @@ def parse_multipart(content_type: str, body: bytes, settings: Settings) -> list[
     start = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter)
     if not boundary or start < 0:
         raise _broken_error()
-    parts: list[MultipartPart] = []
+    parts: list[tuple[str, bytes]] = []
     ended = []
 
     def add(part: Field | File) -> None:
@@ -83,7 +76,7 @@ def parse_multipart(content_type: str, body: bytes, settings: Settings) -> list[
             raise TooLargeError(detail, hint="send them in several requests")
         name = (part.field_name or b"").decode()
         data = part.value if isinstance(part, Field) else cast("BytesIO", part.file_object).getvalue()
-        parts.append(MultipartPart(name, data or b""))
+        parts.append((name, data or b""))
 
     try:
         parser = FormParser(MULTIPART, add, add, lambda: ended.append(True), boundary, config=IN_MEMORY)

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from layertap.service.http.protocol import Connection
 
 log = logging.getLogger("layertap.access")
-METHOD_NOT_ALLOWED = 405
 LARGE = 2**16  # bytes of a reply that uvicorn sends without waiting for the peer
 MAX_FIELDS = 256
 NAME = itemgetter(0)
@@ -50,7 +50,6 @@ CONSTANT_HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
 )
-CLOSE = (b"connection", b"close")
 
 
 class Exchange:
@@ -255,7 +254,7 @@ class Exchange:
             *CONSTANT_HEADERS,
         ]
         if self.engine.manager.ending or (self._connection is not None and self._connection.is_extra):
-            headers.append(CLOSE)
+            headers.append((b"connection", b"close"))
         if self.trace is not None:
             headers.append((b"traceparent", self.trace.traceparent.encode()))
 
@@ -358,7 +357,7 @@ class RequestContextMiddleware:
         except (LayertapError, *OF_FASTAPI) as error:
             if "route" not in app_scope and isinstance(error, errors.KeyMissingError | errors.ForbiddenError):
                 app_scope["route"] = next(iter(_find_routes(self.routes, app_scope)), None)
-            elif isinstance(error, HTTPException) and error.status_code == METHOD_NOT_ALLOWED:
+            elif isinstance(error, HTTPException) and error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
                 error.headers = {"Allow": _list_methods(_find_routes(self.routes, app_scope))}
             await exchange.send_error(error)
         except asyncio.CancelledError:

@@ -128,15 +128,9 @@ def install(app: FastAPI, described: Sequence[BaseRoute]) -> None:
 
     def document() -> Json:
         if app.openapi_schema is None:
-            generated = get_openapi(
-                title=app.title,
-                version=app.version,
-                summary=app.summary,
-                servers=app.servers,
-                routes=[*described, *app.routes],
-                separate_input_output_schemas=app.separate_input_output_schemas,
-            )
-            app.openapi_schema = _complete(generated)
+            names = ("title", "version", "summary", "servers", "separate_input_output_schemas")
+            options = {name: getattr(app, name) for name in names}
+            app.openapi_schema = _complete(get_openapi(routes=[*described, *app.routes], **options))
         return app.openapi_schema
 
     def show_document(request: Request) -> Response:  # not a coroutine: the first call takes long, and runs in a thread

@@ -80,14 +80,14 @@ def _parse_multipart(
 ) -> tuple[ExtractRequest, Readers]:
     """The request in the part named ``request``, or else in the query, and the inputs in all other parts."""
     requests, inputs = [], []
-    for part in parse_multipart(envelope.content_type, data, settings):
-        if part.name == "request":
-            requests.append(part.data)
-        elif (read := PART_READERS.get(part.name)) is not None:
-            inputs.append(partial(read, part.data))
+    for name, part in parse_multipart(envelope.content_type, data, settings):
+        if name == "request":
+            requests.append(part)
+        elif (read := PART_READERS.get(name)) is not None:
+            inputs.append(partial(read, part))
         else:
             hint = "name parts 'images', 'texts' or 'tensors'; a safetensors body has arrays by the model's inputs"
-            raise RequestError(f"a part named {escape(part.name)} is not taken", hint=hint)
+            raise RequestError(f"a part named {escape(name)} is not taken", hint=hint)
     if len(requests) > 1:
         raise RequestError("a multipart body has at most one part named 'request'", hint="rename the others")
     check_count(len(inputs), settings)

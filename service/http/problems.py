@@ -104,8 +104,8 @@ def format_retry_after(seconds: float) -> str:
 
 def format_fault(fault: Fault) -> dict[str, Any]:
     """A fault as in ``errors``: with texts cut, and without empty fields."""
-    cut = {key: value[:MAX_DETAIL] if isinstance(value, str) else value for key, value in asdict(fault).items()}
-    return {key: value for key, value in cut.items() if value is not None and value != ""}
+    fields = {key: value for key, value in asdict(fault).items() if value not in ("", None)}
+    return {key: value[:MAX_DETAIL] if isinstance(value, str) else value for key, value in fields.items()}
 
 
 def _count_left_out(faults: tuple[Fault, ...], shown: list[dict[str, Any]]) -> dict[str, int]:
