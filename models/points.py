@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 from layertap.models.errors import escape
 
-Module = TypeVar("Module")
-
 Site = Literal["output", "input", "grad_output", "grad_input", "attention", "attention_sink", "attention_grad"]
-# Kinds of hook: ``attach.py`` has a row for each. Those of functions see both sides of every function of a call.
-HookKind = Literal["output", "input", "attention", "attention_sink", "unfused", "function", "changed_function"]
-# Which call of a module, or of a function in such a call: with its name and number, ``add#0``, and its side.
-CallKey = int | tuple[int, str, HookKind]
 # The options that take indices along an axis, and the letter of that axis in a layout.
 AXES = {"channels": "C", "tokens": "T", "heads": "A", "queries": "Q", "keys": "K"}
 # The letters of a layout, which names a tensor's axes in order.
@@ -37,9 +30,9 @@ EACH = {"channel": "channels", "head": "heads", "query": "queries", "key": "keys
 
 @dataclass(frozen=True)
 class SiteSpec:
-    """The hook that sees a site's value, or the value whose gradient it is; what may be done there."""
+    """What is at a site, a value or the gradient of the ``value`` at another one, and what may be done there."""
 
-    hook: HookKind
+    value: Literal["output", "input", "attention", "attention_sink"]
     is_gradient: bool = False
     is_attention: bool = False
     is_editable: bool = False
@@ -52,7 +45,7 @@ SITES: dict[Site, SiteSpec] = {
     "grad_input": SiteSpec("input", is_gradient=True, is_editable=True),
     "attention": SiteSpec("attention", is_attention=True, is_editable=True),
     "attention_sink": SiteSpec("attention_sink", is_attention=True),
-    "attention_grad": SiteSpec("unfused", is_gradient=True, is_attention=True),
+    "attention_grad": SiteSpec("attention", is_gradient=True, is_attention=True),
 }
 GRADIENTS = frozenset(name for name, site in SITES.items() if site.is_gradient)
 ATTENTION = frozenset(name for name, site in SITES.items() if site.is_attention)
@@ -91,20 +84,6 @@ class Point:
     def escaped_text(self) -> str:
         """``text`` in quotes, safe to show."""
         return escape(self.text)
-
-    @property
-    def hook(self) -> HookKind:
-        """The kind of hook that sees this value, or the value whose gradient this is."""
-        return "function" if self.function else SITES[self.site].hook
-
-    @property
-    def call_key(self) -> CallKey:
-        """The call as this kind of hook names it."""
-        return (self.call, self.function, SITES[self.site].hook) if self.function else self.call
-
-    def locate(self, modules: Mapping[str, Module]) -> tuple[Module, HookKind, CallKey, tuple[str, ...]]:
-        """The location by module, because a tied module has several names; ``modules`` has the root as ``.``."""
-        return modules[self.layer], self.hook, self.call_key, self.path
 
 
 def format_path(path: tuple[str, ...]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, Self
+from typing import Self
 
 from torch import Tensor, nn
 
@@ -167,11 +167,8 @@ class CallRecorder:
             self._axes.follow_recurrent(next(taken).axes, value)
         self._record(side, order, value)
 
-    def _record_function(
-        self, module: nn.Module, key: tuple[int, str, Literal["input", "output"]], value: object
-    ) -> None:
+    def _record_function(self, module: nn.Module, number: int, function: str, site: Site, value: object) -> None:
         """Note what a function in a call of a module takes, or returns; the tensors may change later."""
-        number, function, site = key
         side = Point(self._names[module], number, (), site, function)
         memory = {_get_address(tensor): get_version(tensor) for _, tensor in iterate_tensors(value)}
         if site == "input":
@@ -223,7 +220,7 @@ class CallRecorder:
         call = self._names[module], number
         shape, found = attention.unfold_weights(event.shape, module), self._weights[call]
         if shape is None:
-            if attention.is_attention(module):
+            if attention.list_heads(module):
                 found.append(None)
             return
         known = self._alone._weights[call][len(found) :][:1] if self._alone else []

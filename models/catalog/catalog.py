@@ -139,8 +139,7 @@ class Call:
 
     def get_boundary(self, site: Site) -> CallBoundary:
         """The side that a site looks at; one of no tensor where the call computes no attention."""
-        hook = SITES[site].hook  # "unfused" has no side of its own: it sees the attention
-        boundary = next((each for own, each in self.boundaries.items() if own == hook), self.attention)
+        boundary = self.boundaries[SITES[site].value]
         return boundary or replace(self.output, tensors=(), refused=())
 
 

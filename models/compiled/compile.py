@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.devices.devices import describe_processor
-from layertap.models.hooks.attach import attach_at
+from layertap.models.hooks.attach import Modules, attach_tensors
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.plan.plan import Capture
+from layertap.models.points import Point
 from layertap.models.run.compiled_plan import Graph, WarmError
 from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.reduction import ReducedTensor, apply_reduction
@@ -135,14 +136,14 @@ class _CapturingModule(nn.Module):
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         """All captures of a batch, reduced; each scale follows its values."""
         reduced: dict[Capture, ReducedTensor] = {}
-        modules = {name or ".": part for name, part in self.model.named_modules(remove_duplicate=False)}
 
-        def capture_tensor(capture: Capture, tensor: Tensor) -> None:
+        def capture_tensor(point: Point, tensor: Tensor) -> None:
             # A copy, because the forward may overwrite the tensor later.
-            reduced[capture] = apply_reduction(RowTensor(tensor.clone(), capture.info), capture.reduction)
+            rows = {each: RowTensor(tensor.clone(), each.info) for each in self._captures if each.point == point}
+            reduced.update((each, apply_reduction(value, each.reduction)) for each, value in rows.items())
 
         with ExitStack() as stack:
-            attach_at(stack, {each: each.point.locate(modules) for each in self._captures}, capture_tensor)
+            attach_tensors(stack, Modules(self.model), {each.point for each in self._captures}, capture_tensor)
             # Run to the end: an interrupted export fails. Operations after the last capture are dropped afterwards.
             call_module(dict(zip(self._names, inputs, strict=True)), self.model)
         results = (reduced[capture] for capture in self._captures)

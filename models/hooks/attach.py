@@ -1,35 +1,32 @@
-"""The kinds of hook, a class and a table row for each side: how it attaches, what its callback receives.
+"""Hooks: a row of a table for each kind, with how it attaches and what its callback receives.
 
 A callback must read or copy its value at once: later in-place operations in the forward write to the same memory.
-A hook of ours returns None (anything else replaces the value), unless the callback gives back what to put in its place,
-path by path.
+A hook returns None, or the value with the replacements that its callback returned.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from layertap.models.errors import InputError, escape
 from layertap.models.hooks import attention, tensor_tree
-from layertap.models.hooks.functions import ChangedFunctionsCall, FunctionsCall, list_parts, run_unseen
+from layertap.models.hooks.functions import FunctionsCall, list_parts, run_unseen
 from layertap.models.hooks.kept import KeptOutputs
 from layertap.models.hooks.running_calls import Arguments, Changes, OnCall, RunningCall, attach_calls, get_version
-from layertap.models.hooks.tensor_tree import Path, TensorsByPath, get_parameters, iterate_tensors, replace_tensor
-from layertap.models.points import CallKey, HookKind
+from layertap.models.hooks.tensor_tree import TensorsByPath, get_parameters, iterate_tensors, replace_tensor
+from layertap.models.points import SITES, Point, Site
 
-T = TypeVar("T")
-Location = tuple[
-    nn.Module, HookKind, CallKey, Path
-]  # of a tensor: a module, a kind of hook on it, a call, a path there
 OnModuleCall = Callable[[nn.Module, int, object], None]  # gets the module, the number of its call, and a value
 Attach = Callable[[ExitStack, nn.Module, OnCall], None]  # until the stack ends
+Kind = Literal["output", "input", "attention", "attention_sink", "unfused", "function", "changed_function"]
 
 
 class StopForward(BaseException):
@@ -37,49 +34,45 @@ class StopForward(BaseException):
 
 
 class ForwardEnded(BaseException):
-    """Raised to end a forward that nobody wants any more. Not an Exception, which models catch."""
+    """Raised to end a forward whose requests are gone. Not an Exception, which models catch."""
 
 
 class _OutputCall(RunningCall):
-    def end(self, output: object) -> object:
-        changes = self.on_call(self.number, output) or {}
-        for path, tensor in changes.items():
-            output = replace_tensor(output, path, tensor)
-        return output if changes else None
+    """Replaces the output also where the model has ``kept`` it on the side."""
 
-
-class _KeptOutputCall(_OutputCall):
-    """A call whose output the model may also have kept on the side."""
-
-    def __init__(self, kept: KeptOutputs, *call: Any) -> None:
+    def __init__(self, *call: Any, kept: KeptOutputs | None = None) -> None:
         super().__init__(*call)
         self.kept = kept
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.arguments = args, kwargs
+        self.arguments = (args, kwargs) if self.kept is not None else None
 
     def end(self, output: object) -> object:
-        originals, changed = dict(iterate_tensors(output)), super().end(output)
-        for path, tensor in iterate_tensors(changed):
-            if tensor is not originals[path]:
-                self.kept.replace(originals[path], tensor, self.arguments)
-        return changed
+        changed, changes = output, self.on_call(self.number, "", "output", output) or {}
+        for path, tensor in changes.items():
+            changed = replace_tensor(changed, path, tensor)
+        if self.kept is not None and changes:
+            originals = dict(iterate_tensors(output))
+            for path, tensor in iterate_tensors(changed):
+                if tensor is not originals[path]:
+                    self.kept.replace(originals[path], tensor, self.arguments)
+        return changed if changes else None
 
 
 class _InputCall(RunningCall):
-    replaced: Sequence[tuple[Tensor, Tensor, int]] = ()  # what it was given, what it got, and the latter's version then
+    replaced: Sequence[tuple[Tensor, Tensor, int]] = ()  # originals, replacements, and the versions of these
 
     # At the beginning: after an in-place module its input is already its output.
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         arguments = tensor_tree.Arguments(args, kwargs, get_parameters(self.module))
-        changes = self.on_call(self.number, arguments)
+        changes = self.on_call(self.number, "", "input", arguments)
         if not changes:
             return None
         tensors = dict(iterate_tensors(arguments))
         self.replaced = [(tensors[path], tensor, get_version(tensor)) for path, tensor in changes.items()]
         return arguments.replace(changes)
 
-    # Whoever called it may rely on what it does to its input.
+    # The caller may rely on what the module writes to its input.
     def end(self, output: object) -> None:
         for original, replacement, version in self.replaced:
             if get_version(replacement) != version:
@@ -89,7 +82,9 @@ class _InputCall(RunningCall):
 class _AttentionCall(RunningCall):
     """A call whose attention is observed; that of its submodules is not."""
 
-    of_sinks = False
+    def __init__(self, site: Site, *call: Any) -> None:
+        super().__init__(*call)
+        self.site = site
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.mode = ExitStack()
@@ -123,13 +118,10 @@ class _AttentionCall(RunningCall):
         tensors = TensorsByPath()
         for index, (weights, sinks) in enumerate(zip(self.weights, self.sinks, strict=True)):
             keys = weights.shape[-1] - sinks.count
-            tensors |= _label_weights(index, weights[..., keys:] if self.of_sinks else weights[..., :keys])
-        self.on_call(self.number, tensors)
+            part = weights[..., keys:] if self.site == "attention_sink" else weights[..., :keys]
+            tensors |= _label_weights(index, part)
+        self.on_call(self.number, "", self.site, tensors)
         return None
-
-
-class _SinkCall(_AttentionCall):
-    of_sinks = True
 
 
 class _UnfusedCall(_AttentionCall):
@@ -142,12 +134,12 @@ class _UnfusedCall(_AttentionCall):
         self.mode.enter_context(self.unfused)
 
     def anchor(self, weights: Tensor) -> Tensor:
-        """The weights that go on in place of these."""
+        """The weights with which the forward goes on."""
         shape = attention.unfold_weights(tuple(weights.shape), self.module)
         if shape is None:
             return weights
         self.weights.append(weights.reshape(shape))
-        changes = self.on_call(self.number, _label_weights(len(self.weights) - 1, self.weights[-1]))
+        changes = self.on_call(self.number, "", self.site, _label_weights(len(self.weights) - 1, self.weights[-1]))
         return next(iter(changes.values())).reshape(weights.shape) if changes else weights
 
     def observe(self, event: attention.AttentionEvent) -> None:
@@ -161,63 +153,100 @@ class _UnfusedCall(_AttentionCall):
             )
 
     def check(self) -> None:
-        """Raise the error also where the forward is left midway: nothing of it is what was asked for."""
+        """Raise the error also where the forward is left midway."""
         if self.error is not None:
             raise self.error
 
     def finish(self, output: object) -> object:
-        """The output with the weights that went on."""
+        """The output, with the weights that replaced its own."""
         return self.unfused.settle(output)
 
 
 def _label_weights(index: int, weights: Tensor) -> TensorsByPath:
-    """One attention of a call by path: its number, the first also none, as it is where a call has only one."""
+    """One attention of a call by path: its number; the first also by (), as in a call that has only one."""
     return TensorsByPath({(str(index),): weights} if index else {(): weights, ("0",): weights})
 
 
-def attach_at(
+class Modules(dict[str, nn.Module]):
+    """The modules of a tree by all of their names, the root as ``.``; a tied module has several."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__((name or ".", part) for name, part in root.named_modules(remove_duplicate=False))
+        self._names = {part: name for name, part in reversed(self.items())}
+
+    def locate(self, point: Point) -> Point:
+        """The same tensor under its module's first name; of a gradient the point of the value itself."""
+        return replace(point, layer=self._names[self[point.layer]], site=SITES[point.site].value)
+
+
+def attach_tensors(
     stack: ExitStack,
-    locations: Mapping[T, Location],
-    on_tensor: Callable[[T, Tensor], Tensor | None],
+    modules: Modules,
+    points: Iterable[Point],
+    on_tensor: Callable[[Point, Tensor], Tensor | None],
     kept: KeptOutputs | None = None,
 ) -> None:
-    """Until the stack ends, call back with each tensor that passes a location, by its key; what it gives goes on.
+    """Until the stack ends, call back with each tensor that passes a point; what it returns replaces the tensor.
 
     With ``kept`` also where the model keeps the tensor on the side.
     """
-    groups: dict[tuple[nn.Module, HookKind], list[tuple[CallKey, Path, T]]] = defaultdict(list)
-    for key, (module, side, call, path) in locations.items():
-        groups[module, side].append((call, path, key))
+    by_call: dict[Point, list[Point]] = defaultdict(list)
+    for point in points:
+        by_call[replace(modules.locate(point), path=())].append(point)
 
-    def on_call(group: Sequence[tuple[CallKey, Path, T]], number: CallKey, value: object) -> Changes:
-        wanted = [(path, key) for call, path, key in group if call == number]
+    def on_value(call: Point, value: object) -> Changes:
+        wanted = by_call.get(call, ())
         tensors = dict(iterate_tensors(value)) if wanted else {}
-        given = {path: on_tensor(key, tensors[path]) for path, key in wanted if path in tensors}
+        given = {point.path: on_tensor(point, tensors[point.path]) for point in wanted if point.path in tensors}
         return {path: tensor for path, tensor in given.items() if tensor is not None}
 
-    attach_all(stack, ((module, side, partial(on_call, group)) for (module, side), group in groups.items()), kept)
+    attach_values(stack, modules, by_call, on_value, kept=kept)
 
 
-def attach_all(
-    stack: ExitStack, callbacks: Iterable[tuple[nn.Module, HookKind, OnCall]], kept: KeptOutputs | None = None
+def attach_values(
+    stack: ExitStack,
+    modules: Modules,
+    points: Iterable[Point],
+    on_value: Callable[[Point, object], Changes | None],
+    *,
+    changed: Collection[Point] = (),
+    kept: KeptOutputs | None = None,
 ) -> None:
-    """Until the stack ends, call back at each module and side; of all hooks those of functions come last."""
-    in_order = sorted(callbacks, key=lambda each: each[1] in OF_FUNCTIONS)
-    has_functions = any(side in OF_FUNCTIONS for _, side, _ in in_order)
-    for module, side, on_call in in_order:
-        attach = ATTACH[side]
-        if kept is not None and side == "output":
-            attach = partial(attach_calls, kind=partial(_KeptOutputCall, kept))
-        attach(stack, module, partial(run_unseen, on_call) if has_functions else on_call)
+    """Until the stack ends, call back with each value at the layers and sites of some located points.
+
+    The callback gets the located point of the call, without a path. ``changed``: points where tensors are replaced or
+    differentiated; attention runs unfused there.
+    """
+    unfused = {point.layer for point in changed if point.site == "attention"}
+    rewritten = {point.layer for point in changed if point.function}
+
+    def get_kind(layer: str, site: Site, is_function: bool) -> Kind:
+        if is_function:
+            return "changed_function" if layer in rewritten else "function"
+        return "unfused" if site == "attention" and layer in unfused else SITES[site].value
+
+    kinds = dict.fromkeys((each.layer, get_kind(each.layer, each.site, bool(each.function))) for each in points)
+    hooks = sorted(kinds, key=lambda hook: hook[1].endswith("function"))  # of all hooks those of functions come last
+    for layer, kind in hooks:
+
+        def on_call(number: int, function: str, site: Site, value: object, layer: str = layer) -> Changes | None:
+            return on_value(Point(layer, number, (), site, function), value)
+
+        attach = partial(attach_calls, kind=partial(_OutputCall, kept=kept)) if kind == "output" else ATTACH[kind]
+        attach(stack, modules[layer], partial(run_unseen, on_call) if hooks[-1][1].endswith("function") else on_call)
 
 
 @contextmanager
 def observe_calls(module: nn.Module, enter: OnModuleCall, leave: OnModuleCall) -> Iterator[None]:
     """Until the block ends, ``enter`` gets what each call of each module takes, and ``leave`` what it returns."""
+
+    def call_back(part: nn.Module, number: int, function: str, site: Site, value: object) -> None:
+        (enter if site == "input" else leave)(part, number, value)
+
     with ExitStack() as stack:
         for part in list_observed(module):
-            ATTACH["input"](stack, part, partial(enter, part))
-            ATTACH["output"](stack, part, partial(leave, part))
+            ATTACH["input"](stack, part, partial(call_back, part))
+            ATTACH["output"](stack, part, partial(call_back, part))
         yield
 
 
@@ -245,27 +274,18 @@ def list_observed(module: nn.Module) -> list[nn.Module]:
 
 def count_hooks(module: nn.Module) -> int:
     """How many hooks of any kind are on a module and everything in it."""
-    return sum(
-        len(hooks)
-        for part in module.modules()
-        for hooks in (
-            part._forward_hooks,
-            part._forward_pre_hooks,
-            part._backward_hooks,
-            part._backward_pre_hooks,
-        )
-    )
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return sum(len(getattr(part, kind)) for part in module.modules() for kind in kinds)
 
 
-OF_FUNCTIONS: tuple[HookKind, ...] = ("function", "changed_function")
 _of_attention = partial(attach_calls, find_parts=attention.find_nested_attention)
-_of_functions = partial(attach_calls, find_parts=list_parts, ends_first=lambda module: True)
-ATTACH: Mapping[HookKind, Attach] = {
+_of_functions = partial(attach_calls, find_parts=list_parts, ends_first=True)
+ATTACH: Mapping[Kind, Attach] = {
     "output": partial(attach_calls, kind=_OutputCall),
     "input": partial(attach_calls, kind=_InputCall),
-    "attention": partial(_of_attention, kind=_AttentionCall),
-    "attention_sink": partial(_of_attention, kind=_SinkCall),
-    "unfused": partial(_of_attention, kind=_UnfusedCall),
+    "attention": partial(_of_attention, kind=partial(_AttentionCall, "attention")),
+    "attention_sink": partial(_of_attention, kind=partial(_AttentionCall, "attention_sink")),
+    "unfused": partial(_of_attention, kind=partial(_UnfusedCall, "attention")),
     "function": partial(_of_functions, kind=FunctionsCall),
-    "changed_function": partial(_of_functions, kind=ChangedFunctionsCall),
+    "changed_function": partial(_of_functions, kind=partial(FunctionsCall, may_change=True)),
 }

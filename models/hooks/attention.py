@@ -1,8 +1,7 @@
-"""Attention weights: which operations compute them, how those are observed, how weights are replaced or differentiated.
+"""Attention weights: the operations that compute them, and how weights are observed, replaced and differentiated.
 
-Weights are what softmax gives for each query over its keys; what a model then drops of them are sinks. A kernel that
-fuses softmax with what stands around it shows none: they are computed beside it, and must explain what the kernel
-returned.
+Weights are a softmax over keys for each query; a model drops those of its learned sinks. A fused kernel shows no
+weights: they are computed beside it, and must explain the kernel's output.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import _cast
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from layertap.models.devices.dispatch_mode import DispatchMode
 from layertap.models.errors import InputError
-from layertap.models.hooks.own_code import run_own
+from layertap.models.hooks.running_calls import run_own
+from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 # How far a kernel's output may lie from what the weights give, as a part of the largest value.
@@ -34,27 +33,23 @@ Arguments = Mapping[str, Any]
 
 @dataclass
 class Sinks:
-    """How many of the last keys are none: they take weight and have no value, so the model drops their weights."""
+    """How many learned sinks follow the real keys: they take weight, have no value, and the model drops them."""
 
     count: int = 0
 
 
 @dataclass(frozen=True)
 class AttentionEvent:
-    """One attention as an operation computed it: weights of a shape (…, queries, keys).
+    """One attention as an operation computed it."""
 
-    ``evidence`` is a tensor that has the rows where the weights have them. ``how``: "observed" where the weights were
-    there to be read, "recomputed" where a kernel hid them. ``weights`` gives a copy, at once or never: what comes later
-    in the forward may write to what it looks at. It raises InputError if weights do not explain the output.
-    ``sinks`` are counted by the operation that follows, which drops their weights.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the weights: (…, queries, keys)
     dtype: torch.dtype
-    evidence: Tensor
-    source: str
+    evidence: Tensor  # has the rows on the same axis as the weights
+    source: str  # "observed", or "recomputed" beside a fused kernel
+    # A copy. To be called at once, before the forward overwrites its operands; InputError if the weights do not explain
+    # the kernel's output.
     weights: Callable[[], Tensor]
-    sinks: Sinks = field(default_factory=Sinks)
+    sinks: Sinks = field(default_factory=Sinks)  # counted by the next operation, which drops their weights
 
 
 class AttentionObserver(DispatchMode):
@@ -100,16 +95,17 @@ class UnfusedAttention(TorchFunctionMode):
         self._is_paused = is_paused
         self.is_running = False
         self._waiting: Tensor | None = None
-        self._anchored: list[tuple[Tensor, Tensor]] = []  # results of softmax, and what goes on in their place
+        self._anchored: list[tuple[Tensor, Tensor]] = []  # softmax's results and their replacements
 
     def settle(self, value: Any) -> Any:
         """A value with anchored weights in it."""
         if self._waiting is not None and _holds(value, self._waiting):
             waiting, self._waiting = self._waiting, None
             self._anchored.append((waiting, self._anchor(waiting)))
-        for before, after in self._anchored:
-            if _holds(value, before):
-                value = tree_map(lambda item, before=before, after=after: after if item is before else item, value)
+        for original, replacement in self._anchored:
+            for path, tensor in iterate_tensors(value):
+                if tensor is original:
+                    value = replace_tensor(value, path, replacement)
         return value
 
     def __torch_function__(
@@ -162,46 +158,46 @@ class UnfusedAttention(TorchFunctionMode):
 
 
 def count_sinks(weights: Tensor, kept: object) -> int:
-    """How many of the last keys are missing in what was made of weights; 0 if it is no such part of them."""
+    """How many of the last keys a slice of weights leaves out; 0 if it is no such slice."""
     if not isinstance(kept, Tensor) or kept.shape[:-1] != weights.shape[:-1]:
         return 0
     is_first = kept.data_ptr() == weights.data_ptr() and kept.stride() == weights.stride()
     return weights.shape[-1] - kept.shape[-1] if is_first else 0
 
 
-def is_attention(module: nn.Module) -> bool:
-    """Whether a module's class says that it is attention."""
-    name = type(module).__name__.lower()
-    return isinstance(module, nn.MultiheadAttention) or "attention" in name or "attn" in name
+def list_heads(module: nn.Module) -> list[int]:
+    """How many heads a module says that it has; empty if it says nothing."""
+    return [size for name in HEADS if isinstance(size := getattr(module, name, None), int) and size > 0]
 
 
 def find_owner(running: Sequence[nn.Module]) -> nn.Module:
-    """Of the modules that are running, outermost first, the one whose attention it is."""
-    return next((module for module in reversed(running) if is_attention(module)), running[-1])
+    """Of the modules that are running, outermost first, the one whose attention it is: the innermost composite one."""
+    return next((module for module in reversed(running) if _is_composite(module)), running[-1])
 
 
 def find_nested_attention(module: nn.Module) -> list[nn.Module]:
     """The parts of a module whose attention is not the module's own."""
-    return [
-        part for part in module.modules() if part is not module and (is_attention(part) or not is_attention(module))
-    ]
+    return [part for part in module.modules() if part is not module and _is_composite(part)]
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Whether a module has parameters or parts; a softmax or a dropout has neither."""
+    return any(True for _ in module.parameters()) or any(True for _ in module.children())
 
 
 def unfold_weights(shape: tuple[int, ...], module: nn.Module) -> tuple[int, ...] | None:
     """Weights of a module as (N, heads, queries, keys), windows among the rows; None if they are no attention.
 
-    Of three axes the first may hold rows and heads; elsewhere than in attention that is taken for something else. Where
-    a module says how many heads it has, they stand before the queries, and nowhere else.
+    Where a module says how many heads it has, they stand before the queries, and nowhere else. Of three axes the first
+    holds rows and heads; in a module that does not say how many that is not taken for attention.
     """
-    heads = [size for name in HEADS if isinstance(size := getattr(module, name, None), int) and size > 0]
+    heads = list_heads(module)
     if len(shape) >= 4:
         if heads and (shape[-3] not in heads or any(size in heads for size in shape[1:-3])):
             return None
         return (math.prod(shape[:-3]), *shape[-3:])
-    if len(shape) != 3 or not is_attention(module):
-        return None
-    count = next((size for size in heads if shape[0] % size == 0), 1)
-    return (shape[0] // count, count, *shape[1:])
+    count = next((size for size in heads if len(shape) == 3 and shape[0] % size == 0), None)
+    return None if count is None else (shape[0] // count, count, *shape[1:])
 
 
 def _read_softmax(func: Any, arguments: Arguments, out: Tensor) -> AttentionEvent | None:
@@ -232,7 +228,7 @@ def _recompute(compute_weights: Callable[[], Tensor], query: Tensor, value: Tens
 
 
 def _check_output(expected: Tensor, output: Tensor, scale: Tensor) -> None:
-    """InputError if an output is not what the weights give; what is not a number is so on both sides."""
+    """InputError if an output is not the expected one; NaN must be in both."""
     distance, largest = _find_largest(expected.float() - output.float()), _find_largest(scale.float())
     if distance > TOLERANCE.get(output.dtype, 1e-4) * largest:
         raise InputError(
@@ -274,7 +270,7 @@ def _is_over_keys(out: Tensor, dim: Any) -> bool:
 
 
 def _holds(value: Any, tensor: Tensor) -> bool:
-    return any(item is tensor for item in tree_leaves(value))
+    return any(each is tensor for _, each in iterate_tensors(value))
 
 
 def _reveal_to_modes(function: Any) -> Any:
@@ -308,9 +304,9 @@ READERS: Mapping[str, Callable[[Any, Arguments, Any], AttentionEvent | None]] = 
 
 
 def keep_padding_zero(module: nn.Module) -> None:
-    """Have all encoders in a module return 0 at the positions that only pad a row, where torch's own do.
+    """Have all encoders in a module return 0 at the positions that only pad a row, as torch's own nested tensors do.
 
-    They do so by nested tensors, which are off where models are loaded: hooks would see no dense tensor.
+    Nested tensors are off for loaded models: hooks would see no dense tensor.
     """
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoder) and part.layers and getattr(part, "use_nested_tensor", False):

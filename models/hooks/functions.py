@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from layertap.models.hooks.running_calls import Changes, RunningCall, get_version
 from layertap.models.hooks.tensor_tree import Arguments, iterate_tensors, replace_tensor
-from layertap.models.points import HookKind
+from layertap.models.points import Site
 
 T = TypeVar("T")
 # Layers of torch's own whose parts may be anybody's.
@@ -59,13 +59,15 @@ def may_call_functions(module: nn.Module) -> bool:
 
 
 class FunctionsCall(RunningCall):
-    """A call of a module whose own functions are wanted: called back before and after each of them.
+    """A call of a module that calls back before and after each of its own functions: ``add#0``, "input" or "output".
 
-    The key of a function's call has its name and number, and "input" or "output". The mode rests while parts run,
-    which have their own. To be attached after all other hooks: these would be taken for what the module does.
+    ``may_change``: the callback may return replacements. The mode rests while parts run, which have their own. To be
+    attached after all other hooks: these would be taken for what the module does.
     """
 
-    may_change = False
+    def __init__(self, *call: Any, may_change: bool = False) -> None:
+        super().__init__(*call)
+        self.may_change = may_change
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enter the mode."""
@@ -100,14 +102,8 @@ class FunctionsCall(RunningCall):
             self._is_entered = False
 
 
-class ChangedFunctionsCall(FunctionsCall):
-    """The same where what comes back may be put in."""
-
-    may_change = True
-
-
 class _FunctionMode(TorchFunctionMode):
-    """Hands on what each function takes, then what it returns, and puts in what comes back for that."""
+    """Calls back with what each function takes, then with what it returns, and puts the replacements in."""
 
     def __init__(self, call: FunctionsCall) -> None:
         super().__init__()
@@ -135,14 +131,14 @@ class _FunctionMode(TorchFunctionMode):
         written = [pair for pair, version in zip(given, versions, strict=True) if get_version(pair[1]) != version]
         return _put_in(out, changes, written)
 
-    def _hand_on(self, function: str, side: HookKind, value: object) -> Changes:
-        return self._call.on_call((self._call.number, function, side), value) or {}
+    def _hand_on(self, function: str, site: Site, value: object) -> Changes:
+        return self._call.on_call(self._call.number, function, site, value) or {}
 
 
 def _put_in(out: object, changes: Changes, written: Sequence[tuple[Tensor, Tensor]]) -> object:
-    """What a function returned, with changes; ``written`` are tensors that it wrote to, and those that stood for them.
+    """What a function returned, with changes; ``written``: pairs (original, replacement) of tensors that it wrote to.
 
-    Whoever else holds a tensor that was written to sees the changes there too, as after the function itself.
+    The changes are copied to the originals: other holders see them there, as after the function itself.
     """
     for path, tensor in iterate_tensors(out):
         own = next((original for original, given in written if given is tensor), None)
@@ -161,9 +157,9 @@ def _put_in(out: object, changes: Changes, written: Sequence[tuple[Tensor, Tenso
 
 
 def _keep_saved(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> AbstractContextManager[object]:
-    """Of a function that may write to its arguments: what it saves for a backward, kept from changes to its result.
+    """Copy the tensors that an in-place function saves for a backward: its result may be changed.
 
-    Only where there may be such changes: hooks of a model that checkpoints do not see what is saved under these.
+    Only then: hooks of a model that checkpoints do not see tensors that are saved under these.
     """
     may_write = func.__name__.endswith("_") or any(each is True for each in (*args, *options.values()))
     if not (may_write and torch.is_grad_enabled()):
@@ -171,10 +167,10 @@ def _keep_saved(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> A
     return saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda saved: saved)
 
 
-def run_unseen(on_call: Callable[[int, object], T], number: int, value: object) -> T:
+def run_unseen(on_call: Callable[..., T], *args: Any) -> T:
     """Run a hook so that no mode sees it: its module may run within one of a module that it is no part of."""
     with torch._C.DisableTorchFunction():
-        return on_call(number, value)
+        return on_call(*args)
 
 
 def list_parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,7 +1,4 @@
-"""Outputs that a model keeps on the side: a hook that hands on another tensor must change these too.
-
-A part may keep what it returns for a later one, as an attribute, ``self.skip = out``, or the model's hooks gather it.
-"""
+"""Outputs that a model keeps on the side, ``self.skip = out`` or gathered by its hooks: replaced with the output."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from torch import Tensor, nn
 from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
 
 MAX_LOOKED_AT = 100_000  # objects
-OWN = "layertap."  # hooks of ours, which hold what they take
+OWN = "layertap."  # modules of our hooks, which hold tensors too
 OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
 ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 Put = Callable[[Any, Any, Any], object]
@@ -38,9 +35,9 @@ class KeptOutputs:
         self._originals: list[weakref.ref[Tensor]] = []
 
     def replace(self, original: Tensor, changed: Tensor, arguments: object) -> None:
-        """Have a call's changed output wherever the call has kept its original one.
+        """Replace a call's original output wherever the call has kept it.
 
-        Nothing is done where that is one of its ``arguments``, or was kept before: others hold it rightly.
+        Nothing is done if the original is one of its ``arguments`` or was kept before: others hold it rightly.
         """
         earlier = self._earlier.get(id(original), lambda: None)()
         if earlier is original or any(each is original for _, each in iterate_tensors(arguments)):
@@ -54,7 +51,7 @@ class KeptOutputs:
                 put(holder, key, new)
 
     def has_lost_any(self) -> bool:
-        """Whether an original is still held, somewhere else: whoever reads it there sees no change."""
+        """Whether an original is still held somewhere else, where the model may read it unchanged."""
         return any(each() is not None for each in self._originals)
 
     def _list_slots(self) -> Iterator[Slot]:
@@ -82,9 +79,9 @@ class KeptOutputs:
 
 
 def _open(value: Any) -> tuple[Put, Any, Iterable[tuple[Any, Any]]]:
-    """What has the entries of an object, how one is put there, and all of them.
+    """How an entry of an object is replaced, in which container, and all entries.
 
-    What a function only refers to is a list of ours: nothing can be put in its place.
+    References of a function are in a list of ours: these are not replaced.
     """
     if isinstance(value, types.CellType):  # it may be filled later
         return setattr, value, [("cell_contents", value.cell_contents)] if value != types.CellType() else ()

@@ -1,7 +1,7 @@
-"""Shared machinery of hooks on a module: number its calls, and track the running call and submodules inside it.
+"""Calls of a module as hooks see them: numbered in the order in which they begin, with the parts that run inside.
 
-Calls are numbered in the order in which they begin, so that a call has the same number whatever looks at it. Scripted
-modules refuse hooks by their own methods, and run those that nn.Module's add; their parts run none.
+A call has the same number whatever looks at it. Scripted modules refuse hooks by their own methods, and run those that
+nn.Module's add; their parts run none.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from layertap.models.hooks.own_code import run_own
+from layertap.models.devices.memory import is_device_error
+from layertap.models.errors import HookError, LayertapError
 from layertap.models.hooks.tensor_tree import Path
+from layertap.models.points import Site
 
+T = TypeVar("T")
 Changes = Mapping[Path, Tensor]
-OnCall = Callable[[Any, object], Changes | None]  # gets a CallKey, of a module its number, and the value there
+# Gets the number of a module's call, a function in it or "", a site and the value there; gives replacements by path.
+OnCall = Callable[[int, str, Site, object], Changes | None]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -36,10 +41,10 @@ class RunningCall:
         self.depth = 0
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The call begins; gives the arguments that it gets in place of these, if any."""
+        """The call begins; returns replacements of its arguments, if any."""
 
     def end(self, output: object) -> object:
-        """The call ends; gives what it returns in place of its output, if anything. None is also one that raised."""
+        """The call ends; returns a replacement of its output, if any. The output is None also after an error."""
 
     def enter_part(self) -> None:
         """A part begins within this call."""
@@ -57,11 +62,11 @@ def attach_calls(
     *,
     kind: Callable[[ExitStack, nn.Module, int, OnCall], RunningCall],
     find_parts: Callable[[nn.Module], Iterable[nn.Module]] = lambda module: (),
-    ends_first: Callable[[nn.Module], bool] = lambda module: False,
+    ends_first: bool = False,
 ) -> None:
     """Have every call of a module seen as one of a kind, until the stack ends.
 
-    The innermost call hears of its parts too; ``ends_first``: whether it ends before other hooks see the output.
+    The innermost call hears of its parts too; ``ends_first``: it ends before other hooks see the output.
     """
     numbers, running, on_call = count(), list[RunningCall](), partial(run_own, on_call)
 
@@ -82,12 +87,28 @@ def attach_calls(
 
     stack.callback(nn.Module.register_forward_pre_hook(module, begin, with_kwargs=True).remove)
     # Also after a call that raised, in a model that catches it: the call around it would get its number otherwise.
-    stack.callback(nn.Module.register_forward_hook(module, end, always_call=True, prepend=ends_first(module)).remove)
+    stack.callback(nn.Module.register_forward_hook(module, end, always_call=True, prepend=ends_first).remove)
     for part in find_parts(module):
         stack.callback(nn.Module.register_forward_pre_hook(part, enter_part, prepend=True).remove)
         stack.callback(nn.Module.register_forward_hook(part, leave_part, always_call=True).remove)
 
 
+def run_own(function: Callable[..., T], *args: Any) -> T:
+    """Run layertap's own code in a model's forward or backward, outside of its autocast.
+
+    HookError if it raises anything but a LayertapError or a device's error.
+    """
+    try:
+        if not torch._C._is_any_autocast_enabled():
+            return function(*args)
+        with torch._C._DisableAutocast():
+            return function(*args)
+    except Exception as error:
+        if isinstance(error, LayertapError) or is_device_error(error):
+            raise
+        raise HookError(f"a hook raised {type(error).__name__}") from error
+
+
 def get_version(tensor: Tensor) -> int:
-    """How often a tensor was written to; those of a model's own inference mode do not tell."""
+    """How often a tensor was written to; 0 for those of inference mode, which do not count it."""
     return 0 if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""Tensors inside structured values: what modules take and return, path by path; tensors as plain ones, and as bytes.
+"""Tensors inside structured values, which modules take and return, path by path.
 
 A tensor's path is the chain of keys that leads to it: ``()`` for a bare tensor, ``("logits",)`` in a dictionary, a
 named tuple or a dataclass, ``("0", "1")`` in nested sequences. Written down: ``[logits]``, ``[0][1]``.
@@ -86,10 +86,7 @@ def _read_parameters(forward: Callable[..., object]) -> tuple[str, ...]:
 
 
 def replace_tensor(value: Any, path: Path, tensor: torch.Tensor) -> Any:
-    """A value with another tensor at a path; what lies around it is copied, and of the kind it was.
-
-    InputError if a container of a model's own can't be made again.
-    """
+    """A copy of a value with another tensor at a path; InputError if a container of a model's own can't be copied."""
     if not path:
         return tensor
     items = dict(_iterate_items(value))
@@ -107,7 +104,7 @@ def replace_tensor(value: Any, path: Path, tensor: torch.Tensor) -> Any:
 
 
 def _rebuild(value: Any, key: str, items: Mapping[str, object]) -> Any:
-    """A container again, with what it is to hold; only what lies at the key is new."""
+    """A copy of a container with these items, of which the one at the key is new."""
     kind: Any = type(value)
     if isinstance(value, Mapping):
         name = next(name for name in value if str(name) == key)

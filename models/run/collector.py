@@ -3,95 +3,68 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layertap.models.catalog.catalog import TENSORS
 from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.devices.devices import dtype_name
 from layertap.models.errors import InputError, LayerNotReachedError, LayertapError, OtherCallsError, escape
-from layertap.models.hooks.attach import OF_FUNCTIONS, StopForward
-from layertap.models.hooks.own_code import run_own
-from layertap.models.hooks.running_calls import Changes, OnCall
+from layertap.models.hooks.attach import Modules, StopForward, attach_values
+from layertap.models.hooks.kept import KeptOutputs
+from layertap.models.hooks.running_calls import Changes, run_own
 from layertap.models.hooks.tensor_tree import Arguments, Path, TensorsByPath, iterate_tensors, replace_tensor
 from layertap.models.plan.operations import apply_operation
 from layertap.models.plan.plan import Capture, ResolvedIntervention, ResolvedObjective, Tap
-from layertap.models.points import ATTENTION, GRADIENTS, CallKey, HookKind, Point, format_path
+from layertap.models.points import ATTENTION, GRADIENTS, Point, format_path
 from layertap.models.run.batch_slices import RequestSlice, find_spans
 from layertap.models.run.gradient_anchors import GradientAnchors, compute_objective
 from layertap.models.run.reduction import ReducedTensor, reduce
 
-
-@dataclass
-class GradientAnchor:
-    """Where a gradient is wanted, or changed."""
-
-    tap: Tap
-    interventions: list[tuple[RequestSlice, ResolvedIntervention]] = field(default_factory=list)
+Interventions = list[tuple[RequestSlice, ResolvedIntervention]]
 
 
 @dataclass
 class CallActions:
-    """The work at one call of a module, on one side; it is done in the order of the fields.
+    """The work at one side of a call, done in the order of the fields."""
 
-    ``objectives`` are the indices of the slices whose objectives look at it.
-    """
-
-    interventions: list[tuple[RequestSlice, ResolvedIntervention]] = field(default_factory=list)
-    anchors: dict[Path, GradientAnchor] = field(default_factory=dict)
+    interventions: Interventions = field(default_factory=list)
+    anchors: dict[Path, tuple[Tap, Interventions]] = field(default_factory=dict)  # with changes of the gradient
     captures: list[Capture] = field(default_factory=list)
-    objectives: list[int] = field(default_factory=list)
-
-    @property
-    def point(self) -> Point:
-        """One of those where something is changed or differentiated."""
-        return [
-            *(anchor.tap.point for anchor in self.anchors.values()),
-            *(each.point for _, each in self.interventions),
-        ][0]
+    objectives: list[int] = field(default_factory=list)  # indices of the slices whose objectives are computed here
 
 
 def group_actions(
-    slices: Sequence[RequestSlice], captures: Iterable[Capture], modules: Mapping[str, nn.Module]
-) -> Mapping[tuple[nn.Module, HookKind], Mapping[CallKey, CallActions]]:
-    """The actions by module and side, then by call."""
-    groups: dict[tuple[nn.Module, HookKind], dict[CallKey, CallActions]] = defaultdict(lambda: defaultdict(CallActions))
-    captures = tuple(captures)
-    changes = [change for request_slice in slices for change in request_slice.interventions]
-    # Weights that are changed are seen where that is done, and nowhere else.
-    unfused = {modules[change.point.layer] for change in changes if change.point.site in ATTENTION}
-    gradients = [capture for capture in captures if capture.point.site in GRADIENTS]
-    changed = {modules[tap.point.layer] for tap in (*changes, *gradients) if tap.point.function}
+    slices: Sequence[RequestSlice], captures: Iterable[Capture], modules: Modules
+) -> Mapping[Point, CallActions]:
+    """The actions by located call: a point without a path."""
+    groups: dict[Point, CallActions] = defaultdict(CallActions)
 
-    def get_actions(point: Point) -> CallActions:
-        module, hook = modules[point.layer], point.hook
-        if hook == "attention" and module in unfused:
-            hook = "unfused"
-        elif hook == "function" and module in changed:
-            hook = "changed_function"
-        return groups[module, hook][point.call_key]
+    def get_actions(tap: Tap) -> CallActions:
+        return groups[replace(modules.locate(tap.point), path=())]
 
-    def get_anchor(tap: Tap) -> GradientAnchor:
-        return get_actions(tap.point).anchors.setdefault(tap.point.path, GradientAnchor(tap))
+    def get_anchor(tap: Tap) -> Interventions:
+        return get_actions(tap).anchors.setdefault(tap.point.path, (tap, []))[1]
 
     for request_slice in slices:
         for change in request_slice.interventions:
-            target = get_anchor(change) if change.point.site in GRADIENTS else get_actions(change.point)
-            target.interventions.append((request_slice, change))
-    for capture in gradients:
-        get_anchor(capture)
+            is_gradient = change.point.site in GRADIENTS
+            target = get_anchor(change) if is_gradient else get_actions(change).interventions
+            target.append((request_slice, change))
     for capture in captures:
-        if capture.point.site not in GRADIENTS:
-            get_actions(capture.point).captures.append(capture)
+        if capture.point.site in GRADIENTS:
+            get_anchor(capture)
+        else:
+            get_actions(capture).captures.append(capture)
     for index, request_slice in enumerate(slices):
         if request_slice.objective is not None:
-            get_actions(request_slice.objective.point).objectives.append(index)
+            get_actions(request_slice.objective).objectives.append(index)
     return groups
 
 
@@ -105,7 +78,7 @@ class Collector:
         self,
         slices: tuple[RequestSlice, ...],
         row_count: int,
-        modules: Mapping[str, nn.Module],
+        modules: Modules,
         token_mask: Tensor | None,
         stops: bool = True,
     ) -> None:
@@ -126,12 +99,9 @@ class Collector:
         self._has_stopped = False
         self._misfits: list[LayertapError] = []
         self._actions = dict(group_actions(slices, spans, modules))
-        self._calls_run: dict[tuple[nn.Module, HookKind], dict[CallKey, int]] = defaultdict(dict)
+        self._changed = {call for call, each in self._actions.items() if each.interventions or each.anchors}
+        self._calls_run: dict[Point, int] = {}  # how many tensors each call held
         self._expected = {key: count for each in slices for key, count in each.calls}
-        for layer, _, function in self._expected:  # all are counted, whether anything is wanted of them or not
-            sides: tuple[HookKind, ...] = OF_FUNCTIONS if function else ("output",)
-            if not any((modules[layer], side) in self._actions for side in sides):
-                self._actions[modules[layer], sides[0]] = {}
         self._unmade = {change.point for each in slices for change in each.interventions}
         self._absent: dict[Point, str] = {}  # points whose call held other tensors
 
@@ -140,23 +110,19 @@ class Collector:
         # Not inference mode: tensors that a model keeps (tables, caches) must be usable in a forward with a graph.
         return torch.enable_grad() if self._has_graph else torch.no_grad()
 
-    @property
-    def changes_outputs(self) -> bool:
-        """Whether other tensors go on in place of those that leave some calls."""
-        calls = (each for (_, side), calls in self._actions.items() if side == "output" for each in calls.values())
-        return any(actions.interventions or actions.anchors for actions in calls)
+    def attach(self, stack: ExitStack) -> None:
+        """Attach the hooks of a forward, until the stack ends."""
+        # All calls of these are counted, whether anything is wanted of them or not.
+        counted = [Point(layer, 0, (), "output", kind.replace(TENSORS, "")) for layer, _, kind in self._expected]
+        points = [*self._actions, *map(self._modules.locate, counted)]
+        replaces_outputs = any(call.site == "output" and not call.function for call in self._changed)
+        kept = KeptOutputs(self._modules["."]) if replaces_outputs else None
+        attach_values(stack, self._modules, points, self._on_call, changed=self._changed, kept=kept)
 
-    def list_callbacks(self) -> Iterator[tuple[nn.Module, HookKind, OnCall]]:
-        """One for each module and side, though a tied module may be asked for under several names."""
-        for (module, side), calls in self._actions.items():
-            yield module, side, partial(self._on_call, calls, self._calls_run[module, side])
-
-    def list_recompute_callbacks(self) -> Iterator[tuple[nn.Module, HookKind, OnCall]]:
-        """For the backward, in which a model with activation checkpointing recomputes activations."""
-        for (module, side), calls in self._actions.items():
-            changing = {call: actions for call, actions in calls.items() if actions.interventions or actions.anchors}
-            if changing and self._has_graph:
-                yield module, side, partial(self._on_recompute, changing, self._calls_run[module, side])
+    def attach_recompute(self, stack: ExitStack) -> None:
+        """Attach the hooks of a backward, in which a model with activation checkpointing recomputes activations."""
+        if self._has_graph:
+            attach_values(stack, self._modules, self._changed, self._on_recompute, changed=self._changed)
 
     def check(self) -> None:
         """InputError if a tensor was not as promised, LayerNotReachedError if anything is still pending."""
@@ -167,7 +133,7 @@ class Collector:
         points += [objective.point for objective in self._objectives.values()]
         # A forward that was stopped may have been stopped before attention inside a layer.
         points += [point for point in self._unmade if not (self._has_stopped and point.site in ATTENTION)]
-        if errors := [*self._misfits, *(_make_unreached_error(point, self._absent.get(point)) for point in points)]:
+        if errors := [*self._misfits, *map(self._make_unreached_error, points)]:
             errors[0].points = {point: reason for error in errors for point, reason in error.points.items()}
             raise errors[0]
 
@@ -190,13 +156,14 @@ class Collector:
             raise error
 
     def _count_calls(self, layer: str, number: int, function: str) -> int:
+        output = self._modules.locate(Point(layer, number, (), "output"))
         if function == TENSORS:
-            return self._calls_run[self._modules[layer], "output"].get(number, 0)
-        keys = [key for (module, _), run in self._calls_run.items() if module is self._modules[layer] for key in run]
+            return self._calls_run.get(output, 0)
+        run = [call for call in self._calls_run if call.layer == output.layer]
         if not function:
-            return len({key[0] if isinstance(key, tuple) else key for key in keys})
-        called = {key[:2] for key in keys if isinstance(key, tuple)}
-        return sum(call == number and name.rpartition("#")[0] == function for call, name in called)
+            return len({call.call for call in run})
+        named = {call.function for call in run if call.call == number and call.function}
+        return sum(each.rpartition("#")[0] == function for each in named)
 
     def backward(self) -> None:
         """Differentiate the objectives, and reduce the gradients that are wanted."""
@@ -204,9 +171,9 @@ class Collector:
             return
         gradients = self._anchors.compute_gradients()
         for capture, spans in self._gradients.items():
-            gradient = gradients.get(capture.point.locate(self._modules))
+            gradient = gradients.get(self._modules.locate(capture.point))
             if gradient is None:
-                raise _make_unreached_error(capture.point, self._absent.get(capture.point))
+                raise self._make_unreached_error(capture.point)
             for span in spans:
                 run_own(self._reduce, capture, span, gradient)
 
@@ -214,28 +181,25 @@ class Collector:
         """Objectives' points without a graph to the first point whose gradient is wanted: zero may be wrong there."""
         unreached = set()
         for each in self._slices:
-            anchors = {
-                capture.point.locate(self._modules) for capture in each.captures if capture.point.site in GRADIENTS
-            }
+            wanted = [capture.point for capture in each.captures if capture.point.site in GRADIENTS]
+            anchors = set(map(self._modules.locate, wanted))
             if each.objective is not None and anchors and not self._anchors.reaches(each.objective.point, anchors):
                 unreached.add(each.objective.point)
         return unreached
 
-    def _on_call(
-        self, calls: Mapping[CallKey, CallActions], calls_run: dict[CallKey, int], call: CallKey, value: object
-    ) -> Changes | None:
+    def _on_call(self, call: Point, value: object) -> Changes | None:
         """Do the work at a call; returns the tensors that replace the call's own."""
         tensors = dict(iterate_tensors(value))
-        calls_run[call] = len(tensors)
-        actions = calls.get(call)
+        self._calls_run[call] = len(tensors)
+        actions = self._actions.get(call)
         if actions is None:
             return None
         changes: dict[Path, Tensor] = {}
         find = partial(self._find_path, value, tensors)
         self._change_tensors(actions, find, tensors, changes)
-        for anchor in actions.anchors.values():
-            if (path := find(anchor.tap)) is not None:
-                tensors[path] = changes[path] = self._anchor(anchor, tensors[path])
+        for tap, gradient_changes in actions.anchors.values():
+            if (path := find(tap)) is not None:
+                tensors[path] = changes[path] = self._anchor(tap, gradient_changes, tensors[path])
         for capture in actions.captures:
             if capture in self._pending and (path := find(capture)) is not None:
                 self._capture(capture, tensors[path])
@@ -249,30 +213,31 @@ class Collector:
         self._check_containers(value, changes)
         return changes
 
-    def _on_recompute(
-        self, calls: Mapping[CallKey, CallActions], calls_run: dict[CallKey, int], call: CallKey, value: object
-    ) -> Changes | None:
+    def _on_recompute(self, call: Point, value: object) -> Changes | None:
         """Change the only call's tensors as they were changed when it ran first; nothing else is wanted of it."""
         # Of functions those of the module's call in which they ran first.
-        keys = {
-            (each[0], *call[1:]) if isinstance(each, tuple) and isinstance(call, tuple) else each for each in calls_run
-        }
-        if len(keys) > 1:  # segments are recomputed in reverse: the call can't be identified
-            point = next(iter(calls.values())).point
+        run = (
+            each for each in self._calls_run if each.layer == call.layer and bool(each.function) == bool(call.function)
+        )
+        numbers = {each.call for each in run if call.function or each.site == call.site}
+        if len(numbers) > 1:  # segments are recomputed in reverse: the call can't be identified
+            first = next(self._actions[each] for each in self._changed if each.layer == call.layer)
+            taps = [*(tap for tap, _ in first.anchors.values()), *(change for _, change in first.interventions)]
             self._stop(
-                f"the model computes {point.escaped_text} again in its backward, where its calls can't be told apart",
+                f"the model computes {taps[0].point.escaped_text} again in its backward, where its calls can't be told "
+                "apart",
                 "ask for a layer that runs once, or load the model without activation checkpointing",
             )
+        calls = [replace(call, call=number) for number in numbers]
         tensors, changes = dict(iterate_tensors(value)), dict[Path, Tensor]()
         find = partial(self._find_path, value, tensors)
-        actions = next((calls[key] for key in keys if key in calls), None)
+        actions = next((self._actions[each] for each in calls if each in self._changed), None)
         if actions is None:
             return None
         self._change_tensors(actions, find, tensors, changes)
-        for anchor in actions.anchors.values():
-            if (path := find(anchor.tap)) is not None:  # the same steps, on anchors that nobody reads
-                location = anchor.tap.point.locate(self._modules)
-                changes[path] = GradientAnchors().anchor(location, tensors[path], ())
+        for tap, _ in actions.anchors.values():
+            if (path := find(tap)) is not None:  # the same steps, on unused anchors
+                changes[path] = GradientAnchors().anchor(call, tensors[path], ())
         return changes
 
     def _find_path(self, value: object, tensors: Mapping[Path, Tensor], tap: Tap) -> Path | None:
@@ -308,12 +273,12 @@ class Collector:
                 tensors[path] = changes[path] = changed
                 self._unmade.discard(change.point)
 
-    def _anchor(self, anchor: GradientAnchor, tensor: Tensor) -> Tensor:
-        self._unmade.discard(anchor.tap.point)
-        self._check_tensor(tensor, anchor.tap)
-        self._check_differentiable(anchor.tap.point)
-        changes = [partial(_apply_intervention, *each, self._token_mask) for each in reversed(anchor.interventions)]
-        return self._anchors.anchor(anchor.tap.point.locate(self._modules), tensor, changes)
+    def _anchor(self, tap: Tap, interventions: Interventions, tensor: Tensor) -> Tensor:
+        self._unmade.discard(tap.point)
+        self._check_tensor(tensor, tap)
+        self._check_differentiable(tap.point)
+        changes = [partial(_apply_intervention, *each, self._token_mask) for each in reversed(interventions)]
+        return self._anchors.anchor(self._modules.locate(tap.point), tensor, changes)
 
     def _capture(self, capture: Capture, tensor: Tensor) -> None:
         spans = self._pending.pop(capture)
@@ -351,6 +316,12 @@ class Collector:
         detail = f"with this input {tap.point.escaped_text} {difference}"
         return InputError(detail, hint=hint, points={tap.point: difference})
 
+    def _make_unreached_error(self, point: Point) -> LayerNotReachedError:
+        detail = f"this input's forward never reached {point.escaped_text}"
+        if point in self._absent:
+            detail = f"with this input there is no {point.escaped_text}: {self._absent[point]}"
+        return LayerNotReachedError(detail, points={point: "is not reached by every input"})
+
     def _check_differentiable(self, point: Point) -> None:
         """Leave the forward where the model itself keeps no graph: zero would be no answer."""
         if not torch.is_grad_enabled():
@@ -376,13 +347,6 @@ class Collector:
         raise StopForward
 
 
-def _make_unreached_error(point: Point, absent: str | None) -> LayerNotReachedError:
-    detail = f"this input's forward never reached {point.escaped_text}"
-    if absent is not None:
-        detail = f"with this input there is no {point.escaped_text}: {absent}"
-    return LayerNotReachedError(detail, points={point: "is not reached by every input"})
-
-
 # Not a method: a graph whose hooks held the collector, which holds tensors of that graph, would never be freed.
 def _apply_intervention(
     request_slice: RequestSlice, change: ResolvedIntervention, token_mask: Tensor | None, value: Tensor
@@ -391,5 +355,5 @@ def _apply_intervention(
     rows = RowTensor.from_hook(value, change.info, token_mask)
     changed = apply_operation(rows.select(request_slice.span), change.operation, request_slice.row_offset)
     changed = rows.replace_rows(request_slice.span, changed).reshape(value.shape)
-    # In the memory order of what was there: in another, kernels round the other rows otherwise.
+    # In the original's memory order: in another, kernels round the other rows otherwise.
     return changed if changed.stride() == value.stride() else torch.empty_like(value).copy_(changed)

@@ -15,9 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.memory import is_device_error
 from layertap.models.errors import InputError, find_own_line
-from layertap.models.hooks.attach import ATTACH, Location, StopForward, attach_at
-from layertap.models.hooks.own_code import run_own
-from layertap.models.hooks.running_calls import Changes
+from layertap.models.hooks.attach import Modules, StopForward, attach_tensors, attach_values
+from layertap.models.hooks.running_calls import Changes, run_own
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.plan.objectives import OBJECTIVES
 from layertap.models.plan.requested import Objective
@@ -32,11 +31,11 @@ class GradientAnchors:
     """
 
     def __init__(self) -> None:
-        self._anchors: dict[Location, Tensor] = {}
+        self._anchors: dict[Point, Tensor] = {}
         self._changed: list[Tensor] = []  # the successors whose gradients are changed first
         self._totals: dict[Point, Tensor] = {}
 
-    def anchor(self, key: Location, value: Tensor, changes: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
+    def anchor(self, key: Point, value: Tensor, changes: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
         """Keep a value as an anchor and return the copy that replaces it in the forward.
 
         ``changes`` are applied to its gradient, the last one first.
@@ -54,16 +53,17 @@ class GradientAnchors:
         return successor
 
     def add(self, point: Point, objective: Tensor) -> None:
-        """Add an objective that is computed from a point's tensor to what is differentiated."""
+        """Add an objective that is computed from a point's tensor."""
         self._totals[point] = self._totals[point] + objective if point in self._totals else objective
 
-    def reaches(self, point: Point, anchors: Collection[Location]) -> bool:
+    def reaches(self, point: Point, anchors: Collection[Point]) -> bool:
         """Whether the objective at a point depends on the earliest anchored call among ``anchors``."""
-        first = next(key for key in self._anchors if key in anchors)[:3]
-        ends = {get_gradient_edge(anchor).node for key, anchor in self._anchors.items() if key[:3] == first}
+        first = next(key for key in self._anchors if key in anchors)
+        beside = [anchor for key, anchor in self._anchors.items() if replace(key, path=first.path) == first]
+        ends = {get_gradient_edge(anchor).node for anchor in beside}
         return not ends.isdisjoint(_collect_nodes(self._totals[point]))
 
-    def compute_gradients(self) -> Mapping[Location, Tensor]:
+    def compute_gradients(self) -> Mapping[Point, Tensor]:
         """The gradient at each anchor; frees the graph. InputError if the model can't be differentiated.
 
         If the objective does not depend on an anchor, its gradient is zero with the changes applied.
@@ -119,9 +119,7 @@ def _collect_nodes(end: Tensor) -> set[Any]:
     return nodes
 
 
-def find_unreachable(
-    forward: Callable[[], object], modules: Mapping[str, nn.Module], points: Collection[Point]
-) -> list[Point]:
+def find_unreachable(forward: Callable[[], object], modules: Modules, points: Collection[Point]) -> list[Point]:
     """The points that no autograd graph reaches, though one began at the model's input or its embedding tables.
 
     Runs the forward with grad enabled, up to the last point; without points it runs nothing. The list is empty if no
@@ -132,7 +130,7 @@ def find_unreachable(
     graph_began = False
     reached: dict[Point, bool] = {}
 
-    def begin_graph(call: int, value: object) -> Changes:
+    def begin_graph(call: Point, value: object) -> Changes:
         nonlocal graph_began
         # Inside the model's own no_grad a graph would not begin.
         tensors = dict(iterate_tensors(value)) if torch.is_grad_enabled() else {}
@@ -150,10 +148,10 @@ def find_unreachable(
             raise StopForward
 
     with ExitStack() as stack:
-        ATTACH["input"](stack, modules["."], begin_graph)
-        for table in {part for part in modules.values() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}:
-            ATTACH["output"](stack, table, begin_graph)
-        attach_at(stack, {point: point.locate(modules) for point in points}, check_point)
+        tables = [name for name, part in modules.items() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+        starts = [Point(".", 0, (), "input"), *(modules.locate(Point(name, 0, (), "output")) for name in tables)]
+        attach_values(stack, modules, starts, begin_graph)
+        attach_tensors(stack, modules, points, check_point)
         try:
             with suppress(StopForward), torch.enable_grad():
                 forward()

@@ -179,7 +179,7 @@ class LoadedModel(ModelInfo):
         if resumption is None:
             return replica.forward(batch)
         output = next(iter(batch.values()))  # the mask of a text comes after its ids
-        return resumption.forward(replica.forward, replica.module, output)
+        return resumption.forward(replica.forward, replica.extractor.modules, output)
 
     def _assemble_batch(
         self, pieces: Sequence[Inputs], padding: int, resumption: Resumption | None

@@ -2,7 +2,7 @@
 
 A forward is Python code and can't be entered in the middle. It runs from the beginning, and every module that would
 end before the layer is skipped: it returns NaN in the shapes of its output. Values that depend only on the layer's
-output are the same as in a whole forward; ``prover.py`` determines which these are.
+output are the same as in a whole forward; ``resumption_proof.py`` determines which these are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.devices.devices import DTYPES
 from layertap.models.devices.memory import Forward, Inputs
 from layertap.models.errors import SelectorError, escape
-from layertap.models.hooks.attach import Location, attach_at
+from layertap.models.hooks.attach import Modules, attach_tensors
 from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
 from layertap.models.plan.matches import find_matches
 from layertap.models.plan.plan import Tap
@@ -29,38 +29,19 @@ from layertap.models.plan.requested import Selector
 from layertap.models.points import Point
 from layertap.models.spec import InputDType, InputSpec
 
-
-@dataclass(frozen=True)
-class Placeholder:
-    """The structure of what a call returned, without the numbers in its tensors."""
-
-    value: object
-    tensors: tuple[TensorInfo, ...]
-
-    def fill(self, row_count: int, device: torch.device) -> Any:
-        """The value for ``row_count`` rows, filled with NaN, or zeros if a dtype has no NaN; in new memory."""
-        value, dtypes = self.value, {path: tensor.dtype for path, tensor in iterate_tensors(self.value)}
-        for info in self.tensors:
-            value = replace_tensor(value, info.path, _make_empty(info.shape_for(row_count), dtypes[info.path], device))
-        return value
-
-
+Placeholder = tuple[object, tuple[TensorInfo, ...]]  # the structure of a call's output, its tensors empty; their infos
 SkippedCalls = tuple[Placeholder | None, ...]  # for each call of a module, from the first; None: it runs
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """Forwards that resume from the output of one call of a layer.
+    """Forwards that resume from the output of one call of a layer."""
 
-    ``start`` is the tensor that is sent. ``catalog`` has the tensors that depend on it alone, and the costs.
-    ``skipped`` has each skipped module's calls, by module name; the layer's own last call is the one whose output is
-    sent, unless ``start`` is a function's. ``inputs`` are the model's, floating ones in ``dtype``.
-    """
-
-    start: Tap
-    catalog: Catalog
-    inputs: tuple[InputSpec, ...]
+    start: Tap  # the tensor that is sent
+    catalog: Catalog  # of the tensors that depend on it alone, with the costs of what runs
+    inputs: tuple[InputSpec, ...]  # the model's, floating ones in ``dtype``
     dtype: torch.dtype
+    # By module. The layer's own last skipped call is the one whose output is sent, unless ``start`` is a function's.
     skipped: Mapping[str, SkippedCalls]
 
     @property
@@ -73,26 +54,28 @@ class Resumption:
             return spec
         return replace(spec, longest=longest, long_axis=info.token_axes[0] - 1)
 
-    def forward(self, run: Forward, module: nn.Module, sent: Tensor) -> object:
-        """What the model returns when it resumes from a layer's output; the module is restored afterwards.
+    def forward(self, run: Forward, modules: Modules, sent: Tensor) -> object:
+        """What the model returns when it resumes from a layer's output; its modules are restored afterwards.
 
         ``sent`` has its rows on axis 0; the model may write to it.
         """
         point = self.start.point
         with ExitStack() as stack:
             if point.function:
-                attach_at(stack, {point: locate(point, module)}, lambda *_: self._begin(sent))
+                attach_tensors(stack, modules, [point], lambda *_: self._begin(sent))
             for name, calls in self.skipped.items():
                 is_own = name == point.layer
-                _skip_calls(stack, module.get_submodule(name), calls, partial(self._fill, sent, is_own))
+                _skip_calls(stack, modules[name or "."], calls, partial(self._fill, sent, is_own))
             return run(self._make_inputs(sent))
 
     def _fill(self, sent: Tensor, is_own: bool, placeholder: Placeholder, is_last: bool) -> Any:
-        """What a skipped call returns; the layer's own last call returns the sent tensor in it."""
-        value = placeholder.fill(len(sent), sent.device)
-        if not (is_own and is_last):
-            return value
-        return replace_tensor(value, self.start.point.path, self._begin(sent))
+        """What a skipped call returns, in new memory; the layer's own last call returns the sent tensor in it."""
+        value, infos = placeholder
+        dtypes = {path: tensor.dtype for path, tensor in iterate_tensors(value)}
+        for info in infos:
+            empty = _make_empty(info.shape_for(len(sent)), dtypes[info.path], sent.device)
+            value = replace_tensor(value, info.path, empty)
+        return replace_tensor(value, self.start.point.path, self._begin(sent)) if is_own and is_last else value
 
     def _begin(self, sent: Tensor) -> Tensor:
         """The sent tensor; with grad enabled it requires grad, so that the graph shows what depends on it."""
@@ -103,11 +86,10 @@ class Resumption:
 
     def _make_inputs(self, sent: Tensor) -> Inputs:
         """Inputs for the parts of a forward that run although their results are not used: NaN, or zeros."""
-
-        def dtype(spec: InputSpec) -> torch.dtype:
-            return self.dtype if DTYPES[spec.dtype].is_floating_point else DTYPES[spec.dtype]
-
-        return {each.name: _make_empty((len(sent), *each.shape), dtype(each), sent.device) for each in self.inputs}
+        dtypes = {each.name: DTYPES[each.dtype] for each in self.inputs}
+        dtypes = {name: self.dtype if dtype.is_floating_point else dtype for name, dtype in dtypes.items()}
+        shapes = {each.name: (len(sent), *each.shape) for each in self.inputs}
+        return {name: _make_empty(shape, dtypes[name], sent.device) for name, shape in shapes.items()}
 
 
 def find_start(selector: Selector, catalog: Catalog) -> Tap:
@@ -140,11 +122,6 @@ def not_resumable_error(point: Point) -> SelectorError:
         f"this model's forward can't be resumed from '{escape_point(point)}'",
         hint="resume from a layer around it, or after it",
     )
-
-
-def locate(point: Point, module: nn.Module) -> Location:
-    """The location of a point, for hooks on a module."""
-    return point.locate({point.layer: module.get_submodule("" if point.layer == "." else point.layer)})
 
 
 def format_point(point: Point) -> str:
@@ -181,6 +158,7 @@ def _skip_calls(
 
 
 def _make_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """NaN, or zeros if the dtype has no NaN."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
     return torch.zeros(shape, dtype=dtype, device=device)

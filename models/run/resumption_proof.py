@@ -20,7 +20,7 @@ from layertap.models.catalog.catalog import Call, CallBoundary, Catalog
 from layertap.models.catalog.sketch import NO_SKETCH, Sketch
 from layertap.models.catalog.taint import Taint
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
-from layertap.models.hooks.attach import OnModuleCall, attach_at, observe_calls
+from layertap.models.hooks.attach import Modules, OnModuleCall, attach_tensors, observe_calls
 from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
 from layertap.models.plan.plan import Tap, get_boundary, get_call
 from layertap.models.points import ATTENTION, Point
@@ -29,7 +29,6 @@ from layertap.models.run.resumption import (
     Resumption,
     SkippedCalls,
     format_point,
-    locate,
     not_resumable_error,
 )
 from layertap.models.spec import InputSpec
@@ -53,7 +52,7 @@ def verify_resumable(
     the structure of outputs.
     Device errors, such as out of memory, are raised as they are: they do not mean that the model can't resume.
     """
-    point = start.point
+    point, modules = start.point, Modules(module)
     skipped = find_skipped_calls(module, point, catalog)
     first = {name: value[:1].clone() for name, value in batch.items()}
     others = {name: value[1:2].clone() if catalog.crosses_rows else value[1:].clone() for name, value in batch.items()}
@@ -70,12 +69,12 @@ def verify_resumable(
     try:
         with torch.no_grad():
             with ExitStack() as stack:
-                attach_at(stack, {point: locate(point, module)}, lambda _, tensor: sent.append(tensor.clone()))
+                attach_tensors(stack, modules, [point], lambda _, tensor: sent.append(tensor.clone()))
                 whole.watch(run, others)
             placeholders = collect_placeholders(module, run, first, skipped, catalog)
             draft = Resumption(start, catalog, inputs, dtype, placeholders)
             with observe_calls(module, lambda *_: None, create_marker(taint, module, point, skipped)):
-                resumed.watch(lambda batch: draft.forward(run_tainted, module, batch["sent"]), {"sent": sent[-1]})
+                resumed.watch(lambda batch: draft.forward(run_tainted, modules, batch["sent"]), {"sent": sent[-1]})
     except Exception as error:  # a model may raise anything on NaN: it can't resume
         if is_device_error(error):
             raise
@@ -98,7 +97,7 @@ def collect_placeholders(
             return
         for path, tensor in iterate_tensors(value):
             value = replace_tensor(value, path, torch.empty(0, dtype=tensor.dtype))
-        values[name, call] = Placeholder(value, catalog.layers[name].calls[call].output.tensors)
+        values[name, call] = value, catalog.layers[name].calls[call].output.tensors
 
     with observe_calls(module, lambda *_: None, keep):
         run(batch)
@@ -111,7 +110,7 @@ def collect_placeholders(
 def create_marker(taint: Taint, module: nn.Module, point: Point, skipped: Mapping[str, CallNumbers]) -> OnModuleCall:
     """A callback that marks what a skipped call returns, all but the tensor that was sent, which ``point`` is."""
     calls = {module.get_submodule(name): numbers for name, numbers in skipped.items()}
-    start = None if point.function else locate(point, module)[0]
+    start = None if point.function else Modules(module)[point.layer]
 
     def mark(part: nn.Module, call: int, value: object) -> None:
         numbers = calls.get(part, ())
@@ -129,7 +128,7 @@ def find_skipped_calls(module: nn.Module, point: Point, catalog: Catalog) -> dic
     the later calls would be miscounted. SelectorError if the layer's own call is such a call.
     """
     start = get_call(point, catalog)
-    target = locate(point, module)[0]
+    target = Modules(module)[point.layer]
     names = {part: name for name, part in module.named_modules()} | {target: point.layer}
     calls_of = {part: catalog.layers[name or "."].calls for part, name in names.items()}
     late = {target} | {part for part, calls in calls_of.items() if not all(_ends_before(call, start) for call in calls)}

@@ -1,6 +1,4 @@
-"""Check captures: if they replace the layers' outputs in a second forward, the model's output must be the same.
-
-Every layer's output is replaced, so each must also be computed as before: a later one would hide a wrong one.
+"""Check captures: if they replace the layers' outputs in a second forward, all outputs must be the same.
 
 A non-deterministic model can't be checked, and a model that writes to a layer's output through another variable
 fails: the value that the forward continues with is not the one that left the layer.
@@ -22,7 +20,7 @@ from layertap.models.points import Point
 TOLERANCE = 1e-5  # of the largest number of a tensor; equal bits are expected
 MAX_SEARCH = 16  # forwards to find out which layer it was
 TensorsByPoint = Mapping[Point, Tensor]
-# A whole forward with other tensors in place of its own: gives those that they replace, and its output.
+# Runs a whole forward in which tensors are replaced; returns the replaced ones and the model's output.
 RunWithReplacements = Callable[[TensorsByPoint], TensorsByPoint]
 
 

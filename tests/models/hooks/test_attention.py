@@ -363,6 +363,21 @@ def test_functions_in_a_block() -> None:
     torch.testing.assert_close(found[".[1]:attention"], masked.detach())
 
 
+class Mixer(FoldedAttention):
+    """The same in a class whose name says nothing of it."""
+
+
+@pytest.mark.parametrize("says_heads", [True, False])
+def test_three_axes(says_heads: bool) -> None:
+    """Weights of three axes are attention where the module says how many heads it has, whatever its class is called."""
+    module = seeded(Folded(), 7)
+    module.attention = Mixer()
+    if not says_heads:
+        del module.attention.heads
+    owners = {name for name, layer in surveyed(module, 5, 8).layers.items() if layer.has_attention}
+    assert owners == ({"attention"} if says_heads else set())
+
+
 def _reduced(selector: Any, **options: Any) -> Any:
     return type(selector)(**{**vars(selector), "reduction": type(selector.reduction)(**options)})
 

@@ -127,8 +127,8 @@ def test_what_can_not_be_made_again(value: Any, path: tuple[str, ...]) -> None:
 
 
 def test_a_hook_for_each_site() -> None:
-    """Every site that a selector can name has its kind of hook, that of its side; functions have one of their own."""
-    assert {"function", "changed_function"} | {site.hook for site in SITES.values()} == set(ATTACH)
+    """Every value that a selector can name has its kind of hook; functions and changed attention have their own."""
+    assert {"function", "changed_function", "unfused"} | {site.value for site in SITES.values()} == set(ATTACH)
 
 
 def test_count() -> None:

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.survey import survey
 from layertap.models.errors import LayerNotReachedError, RequestError
-from layertap.models.hooks.attach import count_hooks
+from layertap.models.hooks.attach import Modules, count_hooks
 from layertap.models.hooks.functions import get_function_name
 from layertap.models.inputs.noise import make_noise
 from layertap.models.plan.plan import Plan
@@ -354,7 +354,7 @@ def test_resuming_from_the_residual_stream(gpt2: tuple[GPT2LMHeadModel, Catalog]
     sent = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(3))
     ids = torch.zeros(2, 6, dtype=torch.int64)
     with torch.no_grad():
-        output = known.forward(lambda rows: module(**rows), module, sent.clone())
+        output = known.forward(lambda rows: module(**rows), Modules(module), sent.clone())
         wanted = run_residual_stream(module, ids, lambda at, value: sent if at == "h.1" else value)
     torch.testing.assert_close(output["logits"], wanted)
     outputs = list_outputs(known)
