@@ -78,40 +78,24 @@ class RowTensor:
             value = value.index_select(axis, index)
         return value
 
-    def strip(self) -> Iterator[RowTensor]:
-        """Each row without its padding."""
-        for number, axes in enumerate(self.list_own_tokens()):
-            row = self._take_tokens(number, axes)
+    def strip(self, length: int | None = None) -> Iterator[RowTensor]:
+        """Each row without its padding, cut to ``length`` tokens."""
+        for number, axes in enumerate(self.list_own_tokens(length)):
+            row = self.select((number, number + 1)).value
+            for axis, tokens in axes:
+                row = row.index_select(axis, tokens.to(row.device))
             yield RowTensor(row, replace(self.info, shape=tuple(row.shape)))
 
-    def list_own_tokens(self) -> Iterator[list[tuple[int, Tensor]]]:
-        """For each row, its token axes with the indices of tokens that are not padding."""
-        for tokens in self._get_row_mask():
-            yield [(axis, tokens.nonzero().flatten()) for axis in self.info.token_axes]
+    def list_own_tokens(self, length: int | None = None) -> Iterator[list[tuple[int, Tensor]]]:
+        """For each row, its token axes with the indices of those of the first ``length`` tokens that are not padding.
 
-    def truncate(self, length: int) -> RowTensor:
-        """The first ``length`` tokens of each row, 0 for padding."""
+        A tensor that is the same for all rows has the tokens of any of them.
+        """
         if self.token_mask is None:
-            return self
-        value, mask = self.value, self.token_mask[:, :length]
-        for axis in self.info.token_axes:
-            value = self._narrow_tokens(value, axis, length)
-        if self.info.row_axis is not None and not bool(mask.all()):
-            for axis in self.info.token_axes:
-                value = value.masked_fill(~_spread(mask, value, self.info.row_axis, axis).to(value.device), 0)
-        return RowTensor(value, self.info.with_length(length), mask)
-
-    def move_padding_last(self, letters: str) -> RowTensor:
-        """Each row's own tokens before its padding, along the axes that have these letters in the layout."""
-        layout, token_axes = self.info.layout or "", self.info.token_axes
-        axes = [axis for axis, letter in enumerate(layout) if letter in letters and axis in token_axes]
-        if not axes:
-            return self
-        order = (~self._get_row_mask()).int().argsort(dim=1, stable=True)
-        if bool((order.diff(dim=1) == 1).all()):
-            return self
-        rows = [self._take_tokens(number, [(axis, tokens) for axis in axes]) for number, tokens in enumerate(order)]
-        return replace(self, value=self.concat(rows))
+            raise ValueError("nothing tells which tokens are a row's own")
+        mask = self.token_mask if self.info.row_axis is not None else self.token_mask.any(0, keepdim=True)
+        for tokens in mask[:, :length]:
+            yield [(axis, tokens.nonzero().flatten()) for axis in self.info.token_axes]
 
     def concat(self, rows: Sequence[Tensor]) -> Tensor:
         """Rows, each as ``select`` gives it, as one tensor again."""
@@ -144,36 +128,6 @@ class RowTensor:
             value = value.select(axis, index)
         value = value.reshape(self.rows, -1) if value.ndim == 1 else value
         return RowTensor(value, describe_position(self.info, position))
-
-    def _take_tokens(self, number: int, tokens_by_axis: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """A row, with some tokens along each axis."""
-        row = self.select((number, number + 1)).value
-        for axis, tokens in tokens_by_axis:
-            row = row.index_select(axis, tokens.to(row.device))
-        return row
-
-    def _get_row_mask(self) -> Tensor:
-        """The mask of each row; of what is the same for all rows one, of the tokens of any."""
-        if self.token_mask is None:
-            raise ValueError("nothing tells which tokens are a row's own")
-        return self.token_mask if self.info.row_axis is not None else self.token_mask.any(0, keepdim=True)
-
-    def _narrow_tokens(self, value: Tensor, axis: int, length: int) -> Tensor:
-        if axis != self.info.row_axis:
-            return value.narrow(axis, 0, length)
-        unfolded = value.reshape(*value.shape[:axis], -1, self.info.entries_per_row, *value.shape[axis + 1 :])
-        return unfolded.narrow(axis + 1, 0, length).flatten(axis, axis + 1)
-
-
-def _spread(mask: Tensor, value: Tensor, row_axis: int, axis: int) -> Tensor:
-    """A mask of tokens along an axis, in a shape that goes over all of a value."""
-    shape = [1] * value.ndim
-    if axis == row_axis:  # tokens are folded into the rows
-        shape[axis] = mask.numel()
-    else:
-        mask = mask if row_axis < axis else mask.T
-        shape[row_axis], shape[axis] = value.shape[row_axis], value.shape[axis]
-    return mask.reshape(shape)
 
 
 def to_floating(value: Tensor) -> Tensor:

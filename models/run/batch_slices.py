@@ -8,31 +8,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.devices import transfer
 from layertap.models.plan.plan import Capture, ResolvedIntervention, ResolvedObjective
 from layertap.models.plan.poolings import POOLINGS
-from layertap.models.run.reduction import ReducedArray, ReducedTensor
+from layertap.models.run.reduction import Reduced, ReducedArray, ReducedTensor
+
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class RequestSlice:
-    """One request's part of a forward: rows ``start`` to ``stop``, its captures and its interventions.
-
-    ``objective`` is what it differentiates, where it wants gradients; ``row_offset`` is its first row's number in the
-    request. ``calls``: those that its forward must make, if others are possible; it then runs to its end.
-    """
+    """One request's part of a forward: rows ``start`` to ``stop``."""
 
     start: int
     stop: int
     captures: frozenset[Capture]
     interventions: tuple[ResolvedIntervention, ...] = ()
-    objective: ResolvedObjective | None = None
-    row_offset: int = 0
-    calls: tuple[tuple[tuple[str, int, str], int], ...] = ()
+    objective: ResolvedObjective | None = None  # differentiated for gradients
+    row_offset: int = 0  # the number of its first row in the request
+    calls: tuple[tuple[tuple[str, int, str], int], ...] = ()  # the forward must make these, and runs to its end
 
     @property
     def span(self) -> Span:
@@ -41,11 +41,10 @@ class RequestSlice:
 
 
 def find_spans(slices: Iterable[RequestSlice], row_count: int) -> dict[Capture, tuple[Span, ...]]:
-    """The rows that each capture is wanted for.
+    """The rows that each capture is wanted for; of tensors whose rows can't be separated all.
 
     Adjacent requests with the same capture share a span if that does not change bits: sums and powers of several rows
-    are rounded differently from those of one, and an answer must not depend on its neighbours. Tensors that do not
-    divide into rows (``row_axis`` None, ``crosses_rows``) are taken whole.
+    are rounded differently from those of one, and an answer must not depend on its neighbours.
     """
     spans_by_capture: dict[Capture, list[Span]] = {}
     for each in sorted(slices, key=lambda each: each.start):
@@ -74,7 +73,7 @@ class BatchActivations:
         return pieces
 
     def select(self, request_slice: RequestSlice) -> dict[Capture, ReducedTensor]:
-        """One request's results; they may be views of memory that neighbours share, and nobody writes to it."""
+        """One request's results; they may be views of memory that neighbours share: read-only."""
         start = request_slice.start
         results = {}
         for capture in request_slice.captures:
@@ -88,7 +87,7 @@ class BatchActivations:
         """The same in the host's memory: from another device all of it comes in one copy."""
         host = iter(transfer.copy_packed([part for reduced in self.pieces.values() for part in reduced.parts]))
         return BatchActivations(
-            {key: ReducedTensor(*islice(host, len(reduced.parts))) for key, reduced in self.pieces.items()}
+            {key: Reduced(*islice(host, len(reduced.parts))) for key, reduced in self.pieces.items()}
         )
 
 
@@ -106,26 +105,25 @@ def _has_rows(capture: Capture) -> bool:
 
 
 def _select_reduced(reduced: ReducedTensor, capture: Capture, span: Span, wanted: Span) -> ReducedTensor:
-    """Some rows of what was reduced for a span of them."""
+    """Some rows of a span's result."""
     if not _has_rows(capture) or span == wanted:
         return reduced
     part = wanted[0] - span[0], wanted[1] - span[0]
     values = RowTensor(reduced.values, capture.reduced_info).select(part).value.contiguous()
     if reduced.scale is None:
-        return ReducedTensor(values)
+        return Reduced(values)
     entries = capture.reduced_info.entries_per_row
-    return ReducedTensor(values, reduced.scale[part[0] * entries : part[1] * entries])
+    return Reduced(values, reduced.scale[part[0] * entries : part[1] * entries])
 
 
 class JoinedRows:
-    """Results as if all rows had been in one forward: each part is copied into the whole as it arrives.
+    """Results as if all ``row_count`` rows had been in one forward: each part is copied into the whole as it arrives.
 
     Results that wait for other parts are thus in memory once, and keep no other request's rows alive. Threads may add
     parts of different rows concurrently.
     """
 
     def __init__(self, row_count: int) -> None:
-        """The whole has ``row_count`` rows; its memory is allocated when the first part arrives."""
         self._row_count = row_count
         self._whole: dict[Capture, ReducedArray] = {}
         self._lock = threading.Lock()
@@ -136,34 +134,24 @@ class JoinedRows:
         A part of all rows is the whole. Arrays that are the same for all rows come from the first part. A part may be
         added again.
         """
-        if stop - start == self._row_count:
+        if (count := stop - start) == self._row_count:
             return dict(part)
-        with self._lock:
-            for capture, reduced in part.items():
-                if capture not in self._whole:
-                    self._whole[capture] = _make_whole(capture, reduced, stop - start, self._row_count)
         for capture, reduced in part.items():
-            if capture.info.row_axis is not None:
-                axes = _list_row_axes(capture)
-                for whole, rows, axis in zip(self._whole[capture].parts, reduced.parts, axes, strict=False):
-                    entries = rows.shape[axis] // (stop - start)
-                    chosen = slice(start * entries, start * entries + rows.shape[axis])
-                    whole[(slice(None),) * axis + (chosen,)] = rows
+            if capture.info.row_axis is None:
+                with self._lock:
+                    self._whole.setdefault(capture, Reduced(*map(np.copy, reduced.parts)))
+                continue
+            axes = capture.reduced_info.row_axis or 0, 0  # of the values and of their scale
+            with self._lock:
+                if capture not in self._whole:
+                    empty = [self._allocate(*each, count) for each in zip(reduced.parts, axes, strict=False)]
+                    self._whole[capture] = Reduced(*empty)
+            for whole, rows, axis in zip(self._whole[capture].parts, reduced.parts, axes, strict=False):
+                entries = rows.shape[axis] // count
+                whole[(slice(None),) * axis + (slice(start * entries, stop * entries),)] = rows
         return self._whole
 
-
-def _make_whole(capture: Capture, part: ReducedArray, part_count: int, row_count: int) -> ReducedArray:
-    """Room for so many rows, of which a part has ``part_count``; what all rows share is copied."""
-    if capture.info.row_axis is None:
-        return ReducedArray(*map(np.copy, part.parts))
-    whole = []
-    for array, axis in zip(part.parts, _list_row_axes(capture), strict=False):
-        shape = list(array.shape)
-        shape[axis] = shape[axis] // part_count * row_count
-        whole.append(np.empty(shape, array.dtype))
-    return ReducedArray(*whole)
-
-
-def _list_row_axes(capture: Capture) -> tuple[int, int]:
-    """The axes that hold the rows in a result's values and in its scale."""
-    return capture.reduced_info.row_axis or 0, 0
+    def _allocate(self, rows: Array, axis: int, count: int) -> Array:
+        shape = list(rows.shape)
+        shape[axis] = shape[axis] // count * self._row_count
+        return np.empty(shape, rows.dtype)

@@ -13,7 +13,7 @@ from layertap.models.catalog.catalog import Costs
 from layertap.models.errors import LayertapError
 from layertap.models.plan.plan import Capture, Plan
 from layertap.models.run.batch_slices import BatchActivations
-from layertap.models.run.reduction import ReducedTensor, own_memory
+from layertap.models.run.reduction import Reduced, own_memory
 from layertap.models.run.replica import Replica
 
 
@@ -68,7 +68,7 @@ class PlanGraphs:
         graph = captured.get(rows) or (self.single_row if rows == 1 else self.batch)
         with torch.no_grad():
             tensors = iter(graph.run([batch[name] for name in self.inputs]))
-        results = (ReducedTensor(next(tensors), next(tensors) if each.is_scaled else None) for each in self.captures)
+        results = (Reduced(next(tensors), next(tensors) if each.is_scaled else None) for each in self.captures)
         return BatchActivations(
             {(capture, (0, rows)): own_memory(each) for capture, each in zip(self.captures, results, strict=True)}
         )

@@ -91,20 +91,15 @@ class GradientAnchors:
 
 def compute_objective(rows: RowTensor, objective: Objective) -> Tensor:
     """The sum of an objective over a request's rows, in float32 or wider; padding is left out of each row."""
-    sums = [each.sum() for each in _compute_parts(rows, objective)]
+    parts = rows.strip() if rows.is_padded else (rows,)
+    sums = [compute_objectives(each, objective).sum() for each in parts]
     return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
 
 def compute_objectives(rows: RowTensor, objective: Objective) -> Tensor:
-    """An objective for each row of a request, (rows,), in float32 or wider; padding is left out."""
-    parts = [each.flatten() for each in _compute_parts(rows, objective)]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def _compute_parts(rows: RowTensor, objective: Objective) -> list[Tensor]:
-    rows = replace(rows, value=to_floating(rows.value))
-    parts = rows.strip() if rows.is_padded else (rows,)
-    return [OBJECTIVES[objective.kind].compute(each.at(objective.position), objective) for each in parts]
+    """An objective for each row of a tensor without padding, (rows,), in float32 or wider."""
+    rows = replace(rows, value=to_floating(rows.value)).at(objective.position)
+    return OBJECTIVES[objective.kind].compute(rows, objective).flatten()
 
 
 def _collect_nodes(end: Tensor) -> set[Any]:

@@ -1,21 +1,19 @@
 """Reduce a captured tensor on its device as the request asked: narrow, pool, normalise, cast.
 
-``selection/poolings.py`` has the poolings and ``selection/statistics.py`` what may be asked for in their place. Tokens
-that only pad a text stay out of both; the first token of a text is the first that its mask keeps. Floating results are
-computed in float32 whatever the model's dtype is.
+Padding counts in no pooling (``plan/poolings.py``) and no statistic (``plan/statistics.py``). Floating results
+are computed in float32 whatever the model's dtype is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.devices import DTYPES
 from layertap.models.devices.transfer import to_plain
@@ -25,39 +23,24 @@ from layertap.models.plan.requested import BY_AXIS, Reduction
 from layertap.models.plan.statistics import get_statistic
 from layertap.models.run.gradient_anchors import compute_objectives
 
+A = TypeVar("A", Tensor, npt.NDArray[Any])
+
 
 @dataclass(frozen=True)
-class ReducedArray:
-    """A result that has left torch: a ``ReducedTensor`` as C-contiguous arrays in host memory."""
+class Reduced(Generic[A]):
+    """What is kept of a capture: ``values`` is C-contiguous; ``scale`` (axis 0) is there for int8."""
 
-    values: npt.NDArray[Any]
-    scale: npt.NDArray[Any] | None = None
+    values: A
+    scale: A | None = None
 
     @property
-    def parts(self) -> tuple[npt.NDArray[Any], ...]:
+    def parts(self) -> tuple[A, ...]:
         """The values, and the scale if it is there."""
         return (self.values,) if self.scale is None else (self.values, self.scale)
 
 
-@dataclass(frozen=True)
-class ReducedTensor:
-    """What is kept of a capture: ``values`` is contiguous; ``scale`` (axis 0) is there for int8."""
-
-    values: Tensor
-    scale: Tensor | None = None
-
-    @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """The values, and the scale if it is there."""
-        return (self.values,) if self.scale is None else (self.values, self.scale)
-
-    def clone(self) -> ReducedTensor:
-        """A copy."""
-        return ReducedTensor(*map(torch.clone, self.parts))
-
-    def numpy(self) -> ReducedArray:
-        """The same memory as arrays; the tensors are on the host."""
-        return ReducedArray(self.values.numpy(), None if self.scale is None else self.scale.numpy())
+ReducedTensor = Reduced[Tensor]
+ReducedArray = Reduced[npt.NDArray[Any]]  # in host memory, for what knows no torch
 
 
 def own_memory(reduced: ReducedTensor, captured: Tensor | None = None) -> ReducedTensor:
@@ -65,49 +48,88 @@ def own_memory(reduced: ReducedTensor, captured: Tensor | None = None) -> Reduce
     # A slice pins the whole storage that it looks into, and what the model owns may still change.
     alone = all(part.untyped_storage().nbytes() == part.nbytes for part in reduced.parts)
     shared = captured is not None and _shares_memory(reduced.values, captured)
-    return reduced if alone and not shared else reduced.clone()
+    return reduced if alone and not shared else Reduced(*map(torch.clone, reduced.parts))
 
 
 def reduce(captured: RowTensor, reduction: Reduction, length: int | None = None) -> ReducedTensor:
     """Apply a reduction to a captured tensor; never returns memory that the model may still write to.
 
-    Pooling and statistics ignore padding; per-token results are cut to ``length`` and zero-filled. Indices of tokens
-    count from the row's first own token, negative ones from its last. InputError if it has no such token.
+    Indices of tokens count from the row's first own token, negative ones from its last; InputError if it has no such
+    token. Per-token results have an entry for each of the first ``length`` positions, 0 for padding; without ``length``
+    all tokens stay as they are unless they are combined or named.
     """
     if reduction.project is not None:
         plain = replace(captured, value=to_plain(captured.value))
         return reduce(project(plain, reduction.project), replace(reduction, project=None), length)
-    part = captured
-    if captured.token_mask is not None and captured.info.token_axes and reduction.metric is None:
-        if _is_of_whole_rows(captured.info, reduction):
-            if captured.is_padded:
-                return _reduce_row_by_row(_align_kept(captured, reduction, length), reduction)
+    mask = captured.token_mask
+    if mask is None or not captured.is_padded:
+        whole = _combine(_narrow(captured, reduction), reduction)
+    else:
+        whole = _reduce_padded(captured, reduction, mask.shape[1] if length is None else length, length is None)
+    return own_memory(_cast(whole, reduction), captured.value)
+
+
+def _reduce_padded(captured: RowTensor, reduction: Reduction, size: int, keeps_padding: bool) -> Tensor:
+    """Strip each row of its padding, reduce it, and put entries for single tokens back where these were."""
+    letters, indices = dict(enumerate(captured.info.layout or "")), reduction.indices_by_axis
+    is_pooled = reduction.stats is None and reduction.metric is None
+    keeps_axes = is_pooled and not POOLINGS[reduction.pool].by_channel
+    if keeps_axes and keeps_padding and not any(letters.get(axis) in indices for axis in captured.info.token_axes):
+        return _combine(_narrow(captured, reduction), reduction)
+    along = "C" if is_pooled else BY_AXIS[reduction.by] if reduction.by else None  # axis 1 of what combines tokens
+    rows = []
+    for row, own in zip(captured.strip(size), captured.list_own_tokens(size), strict=True):
+        kept = [(axis, tokens) for axis, tokens in own if letters.get(axis) not in indices]
+        part = _narrow(row, reduction)
+        if keeps_axes:
+            rows.append(_put_back(part.value, kept, size))
         else:
-            part = part if length is None else part.truncate(length)
-            part = part.move_padding_last("".join(_find_numbered_axes(part.info, reduction)))
-    return own_memory(apply_reduction(part, reduction), captured.value)
+            kept = [(1, tokens) for axis, tokens in kept if along and letters.get(axis) == along]
+            rows.append(_put_back(_combine(part, reduction), kept, size))
+    if not keeps_axes:
+        return torch.cat(rows)
+    return _combine(RowTensor(captured.concat(rows), captured.info.with_length(size)), reduction)
 
 
 def apply_reduction(captured: RowTensor, reduction: Reduction) -> ReducedTensor:
-    """The numbers of a reduction, in whatever memory they are: of the captured tensor, where they are its own."""
+    """The numbers of a reduction of a tensor without padding; they may be in the captured tensor's memory."""
+    return _cast(_combine(_narrow(captured, reduction), reduction), reduction)
+
+
+def _narrow(rows: RowTensor, reduction: Reduction) -> RowTensor:
     if reduction.metric is not None:
-        return ReducedTensor(compute_objectives(captured, reduction.metric).to(torch.float32).contiguous())
-    value = replace(captured, value=to_plain(captured.value)).index_select(reduction.indices_by_axis)
-    rows = replace(captured, value=value)
+        return rows
+    return replace(rows, value=replace(rows, value=to_plain(rows.value)).index_select(reduction.indices_by_axis))
+
+
+def _combine(rows: RowTensor, reduction: Reduction) -> Tensor:
+    """Narrowed rows after the objective, the statistics or the pooling that is asked for."""
+    if reduction.metric is not None:
+        return compute_objectives(rows, reduction.metric)
     if reduction.stats is not None:
         groups = rows.positions(along=BY_AXIS[reduction.by]) if reduction.by else rows.group().flatten(1)
-        keys = value.shape[rows.info.axis("K")] if rows.info.has_axis("K") else None
-        return ReducedTensor(compute_statistics(to_floating(groups), reduction.stats, reduction.edges, keys))
-    pool = POOLINGS[reduction.pool].compute
-    if pool is not None:
-        value = pool(rows, _count_skipped(rows.info, reduction))
-    if reduction.normalize:
-        value = torch.nn.functional.normalize(to_floating(value), dim=-1)
+        keys = rows.value.shape[rows.info.axis("K")] if rows.info.has_axis("K") else None
+        return compute_statistics(to_floating(groups), reduction.stats, reduction.edges, keys)
+    pooling = POOLINGS[reduction.pool]
+    skips_prefix = reduction.tokens is None and pooling.skips_prefix
+    value = rows.value if pooling.compute is None else pooling.compute(rows, rows.info.prefix if skips_prefix else 0)
+    return torch.nn.functional.normalize(to_floating(value), dim=-1) if reduction.normalize else value
+
+
+def _cast(value: Tensor, reduction: Reduction) -> ReducedTensor:
+    if reduction.metric is not None or reduction.stats is not None:
+        return Reduced(value.to(torch.float32).contiguous())
     if reduction.dtype == "int8" and value.is_floating_point():
         return _quantize(value)
-    if value.is_floating_point():
-        value = value.to(DTYPES[reduction.dtype])
-    return ReducedTensor(value.contiguous())
+    return Reduced((value.to(DTYPES[reduction.dtype]) if value.is_floating_point() else value).contiguous())
+
+
+def _put_back(value: Tensor, tokens_by_axis: Sequence[tuple[int, Tensor]], size: int) -> Tensor:
+    """The entries of a row's own tokens at the tokens' positions along axes of this size; 0 elsewhere."""
+    for axis, tokens in tokens_by_axis:
+        zeros = value.new_zeros([size if each == axis else entries for each, entries in enumerate(value.shape)])
+        value = zeros.index_copy(axis, tokens.to(value.device), value)
+    return value
 
 
 def compute_statistics(
@@ -120,59 +142,6 @@ def compute_statistics(
     return torch.cat(columns, dim=1).reshape(*values.shape[:-1], -1)
 
 
-def _align_kept(captured: RowTensor, reduction: Reduction, length: int | None) -> RowTensor:
-    """What is reduced row by row, with as many entries in every row where a result has one for each token."""
-    kept = _find_kept_axes(captured.info, reduction)
-    if length is None or not kept:
-        return captured
-    letters = "".join(letter for letter, axis in _find_numbered_axes(captured.info, reduction).items() if axis in kept)
-    aligned = captured.truncate(length).move_padding_last(letters)
-    token_axes = tuple(axis for axis in aligned.info.token_axes if axis not in kept)
-    return replace(aligned, info=replace(aligned.info, token_axes=token_axes))
-
-
-def _reduce_row_by_row(captured: RowTensor, reduction: Reduction) -> ReducedTensor:
-    """Each row as it would be reduced without the tokens that pad it."""
-    rows = [reduce(row, reduction) for row in captured.strip()]
-    scales = [row.scale for row in rows if row.scale is not None]
-    values = [row.values for row in rows]
-    whole = torch.cat(values) if reduction.is_by_row else captured.concat(values)
-    return ReducedTensor(whole, torch.cat(scales) if scales else None)
-
-
-def _is_of_whole_rows(info: TensorInfo, reduction: Reduction) -> bool:
-    """Whether a reduction makes numbers of all tokens of a row, or counts some of them from the end."""
-    numbered = _find_numbered_axes(info, reduction)
-    from_end = {letter for letter, indices in reduction.indices_by_axis.items() if min(indices) < 0}
-    if any(axis in info.token_axes and letter in from_end for letter, axis in numbered.items()):
-        return True
-    combines = POOLINGS[reduction.pool].combines or reduction.stats is not None
-    return combines and not set(numbered.values()).issuperset(info.token_axes)
-
-
-def _find_kept_axes(info: TensorInfo, reduction: Reduction) -> set[int]:
-    """The axes of tokens along which a result has an entry for each of them."""
-    layout = info.layout or ""
-    if reduction.stats is not None or POOLINGS[reduction.pool].by_channel:
-        by = reduction.by if reduction.stats is not None else "channel"
-        letters = BY_AXIS[by] if by else ""
-    else:
-        letters = "".join(set(layout) - set(_find_numbered_axes(info, reduction)))
-    return {axis for axis, letter in enumerate(layout) if letter in letters and axis in info.token_axes}
-
-
-def _find_numbered_axes(info: TensorInfo, reduction: Reduction) -> dict[str, int]:
-    """The axes along which a reduction takes entries by their numbers, by their letters in the layout."""
-    first = {"T"} if POOLINGS[reduction.pool].first_token else set[str]()
-    letters = first | set(reduction.indices_by_axis)
-    return {letter: axis for axis, letter in enumerate(info.layout or "") if letter in letters}
-
-
-def _count_skipped(info: TensorInfo, reduction: Reduction) -> int:
-    """How many tokens at the front a pool leaves out."""
-    return info.prefix if reduction.tokens is None and POOLINGS[reduction.pool].skips_prefix else 0
-
-
 def _quantize(value: Tensor) -> ReducedTensor:
     """Symmetric int8 with one float32 scale for each index of axis 0: value ≈ int8 × scale.
 
@@ -183,7 +152,7 @@ def _quantize(value: Tensor) -> ReducedTensor:
     scale = (largest / 127).clamp(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     whole = torch.nan_to_num(flat / scale[:, None], 0.0).round().to(torch.int8)
-    return ReducedTensor(whole.reshape(value.shape).contiguous(), scale)
+    return Reduced(whole.reshape(value.shape).contiguous(), scale)
 
 
 def _shares_memory(a: Tensor, b: Tensor) -> bool:

@@ -14,7 +14,7 @@ from layertap.models.points import Point, Site
 from layertap.models.run.batch_slices import JoinedRows, RequestSlice
 from layertap.models.run.extractor import FeatureExtractor
 from layertap.models.run.loaded_model import LoadedModel, check_rows_fit
-from layertap.models.run.reduction import ReducedArray, ReducedTensor
+from layertap.models.run.reduction import Reduced, ReducedArray, ReducedTensor
 from tests.oracle import Key, record
 
 
@@ -61,5 +61,9 @@ def extract_plan(
         count = min(size, total - start)
         whole = RequestSlice(0, count, plan.captures, plan.resolved_interventions, plan.objective, start)
         taken = model.run(model.replicas[0], [part], [whole]).to_host().select(whole)
-        found = joined.add(start, start + count, {capture: each.numpy() for capture, each in taken.items()})
-    return {capture: ReducedTensor(*map(torch.from_numpy, each.parts)) for capture, each in found.items()}
+        found = joined.add(
+            start,
+            start + count,
+            {capture: Reduced(*(part.numpy() for part in each.parts)) for capture, each in taken.items()},
+        )
+    return {capture: Reduced(*map(torch.from_numpy, each.parts)) for capture, each in found.items()}

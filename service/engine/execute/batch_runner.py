@@ -24,7 +24,7 @@ from layertap.models.errors import (
 from layertap.models.plan.plan import Capture
 from layertap.models.run.batch_slices import BatchActivations, RequestSlice
 from layertap.models.run.loaded_model import LoadedModel
-from layertap.models.run.reduction import ReducedTensor, own_memory
+from layertap.models.run.reduction import Reduced, ReducedTensor, own_memory
 from layertap.models.run.replica import Replica
 from layertap.models.run.row_check import has_same_row, select_row
 from layertap.service.engine.batch import (
@@ -250,7 +250,7 @@ def _keep(row_slice: RowSlice, tensors: Mapping[Capture, ReducedTensor], shared:
     is_part = row_slice.rows < row_slice.job.rows
     if shared and joined is not None and not is_part:
         tensors = {capture: own_memory(reduced) for capture, reduced in tensors.items()}
-    results = {capture: reduced.numpy() for capture, reduced in tensors.items()}
+    results = {capture: Reduced(*(part.numpy() for part in reduced.parts)) for capture, reduced in tensors.items()}
     if joined is None or not is_part:  # without: in a worker, and sending copies them anyway
         return results
     return joined.add(row_slice.start, row_slice.stop, results)

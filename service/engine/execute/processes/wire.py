@@ -8,7 +8,7 @@ from typing import Any, Literal
 from layertap.models.catalog.catalog import Costs
 from layertap.models.plan.plan import Capture
 from layertap.models.plan.projections import count_weights
-from layertap.models.run.reduction import ReducedArray
+from layertap.models.run.reduction import Reduced
 from layertap.service.engine.batch import RowSlice, SliceResult
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.execute.processes.channel import Data, pack_array, pack_data, unpack_array
@@ -116,7 +116,7 @@ def unpack_results(
         if isinstance(outcome, list):
             reduced = {}
             for number, *parts in outcome:
-                reduced[captures[index][number]] = ReducedArray(*map(unpack_array, parts))
+                reduced[captures[index][number]] = Reduced(*map(unpack_array, parts))
             if job.joined is not None and stop - start < job.rows:
                 reduced = job.joined.add(first + start, first + stop, reduced)
             outcome = reduced

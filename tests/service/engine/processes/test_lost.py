@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 
 from layertap.models.digits import spec as digits
-from layertap.models.run.reduction import ReducedArray
+from layertap.models.run.reduction import Reduced
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
 from layertap.service.engine.batch import SliceResult
@@ -206,7 +206,7 @@ def test_memory_of_neighbours() -> None:
     other = Channel(connection)
     sizes = (SMALL_BYTES, LARGE_BYTES, SMALL_BYTES)
     results = [
-        SliceResult(index, 0, 1, {index: ReducedArray(np.ones(size // 4, np.float32))}, 3)  # type: ignore[dict-item]  (any capture does)
+        SliceResult(index, 0, 1, {index: Reduced(np.ones(size // 4, np.float32))}, 3)  # type: ignore[dict-item]  (any capture does)
         for index, size in enumerate(sizes)
     ]
     received: list[SliceResult] = []
