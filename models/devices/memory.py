@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import resource
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from layertap.models.devices.dispatch_mode import DispatchMode
 
@@ -73,11 +72,12 @@ class _PeakMemory(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation and count its new storages, not views of existing ones, such as a model's table."""
-        given = {value.untyped_storage()._cdata for value in tree_leaves((args, kwargs)) if _has_storage(value)}
-        made = func(*args, **(kwargs or {}))
-        for value in tree_leaves(made):
-            if _has_storage(value) and value.untyped_storage()._cdata not in given:
-                self._see(value.untyped_storage())
+        options = kwargs or {}
+        given = {storage._cdata for storage in _list_storages((*args, *options.values()))}
+        made = func(*args, **options)
+        for storage in _list_storages(made if isinstance(made, tuple) else (made,)):
+            if storage._cdata not in given:
+                self._see(storage)
         return made
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -92,6 +92,14 @@ class _PeakMemory(DispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self._alive.discard(key)
         self._now -= size
+
+
+def _list_storages(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
+    """The storages of an operation's arguments or results, which are tensors and lists of tensors."""
+    for value in values:
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if _has_storage(each):
+                yield each.untyped_storage()
 
 
 def _has_storage(value: object) -> TypeGuard[Tensor]:
