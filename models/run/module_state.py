@@ -39,7 +39,7 @@ MAX_COPIED_BYTES = 2**26  # of a tensor or an array; a larger one is treated lik
 MAX_SEEN = 100_000  # objects that are looked into
 MAX_VIEWED = 1000  # entries of a container that are compared after each run, unless a run has changed it before
 MAX_WATCHED_BYTES = 2**16  # of an array, of whose writes torch knows nothing; a larger one is compared once it changed
-SAMPLES = 64  # numbers that are compared of what is not copied
+SAMPLES = 64  # numbers of a tensor that are compared if it is not copied
 ABSENT = object()
 END = object()
 _get_flag = itemgetter("training")
@@ -220,7 +220,7 @@ class ModuleState:
 
 
 class _Variables:
-    """What a closure's cell, or an object with slots, holds now."""
+    """A closure's cell, or an object with slots, as a list of the values that it holds now."""
 
     def __init__(self, owner: object, names: Iterable[str]) -> None:
         self._owner = owner
@@ -240,7 +240,7 @@ class _Variables:
 
 
 def _open(value: Any) -> Any:
-    """The container in which a value has what it holds; None if it has none that can change."""
+    """The container of the values that an object holds; None if these can't change."""
     if isinstance(value, dict | list | deque | set):
         return value
     if isinstance(value, types.CellType):
@@ -248,13 +248,9 @@ def _open(value: Any) -> Any:
     namespace = getattr(value, "__dict__", None)
     if type(namespace) is dict:
         return namespace
-    slots = [name for kind in type(value).__mro__ for name in _list_slots(kind)]
+    listed = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    slots = [name for each in listed for name in ([each] if isinstance(each, str) else each) if name[:2] != "__"]
     return _Variables(value, slots) if slots else None
-
-
-def _list_slots(kind: type) -> Iterable[str]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
 
 
 class _Holder:

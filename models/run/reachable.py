@@ -1,6 +1,6 @@
-"""Everything that a forward can reach: what its modules hold, and the operator's code that runs in it.
+"""A digest of everything that a forward can reach: what its modules hold, and the operator's code that runs in it.
 
-Objects are described one after another as they are met: by class, by what they hold, by their number from then on.
+Objects are described once, in the order in which they are met, by class and content; later mentions are numbers.
 Attributes are read as ``copy`` reads them, but no method of the operator's is called; functions with closure, defaults
 and the globals that they name; code as the text of its file. Libraries' code counts by its name.
 """
@@ -77,14 +77,13 @@ class _Reader:
         self.left = BUDGET
 
     def digest(self, *roots: object) -> str:
-        """The digest of some objects, and of all that they hold."""
         hasher = sha256(ascii([self.refer(root) for root in roots]).encode())
         for each in self.held:  # it grows
             hasher.update(ascii(self.describe(each)).encode())
         return hasher.hexdigest()
 
     def refer(self, value: object) -> object:
-        """A value itself if it is a number or a text; else the number of the object."""
+        """A scalar or a text itself, a tuple item by item, bytes as a digest; else the number of the object."""
         kind = type(value)
         if kind is str:
             return "/" if str(value).startswith("/") or value == self.code else value  # paths depend on the machine
@@ -101,7 +100,6 @@ class _Reader:
         return ("#", self.numbers[id(value)])
 
     def describe(self, value: object) -> Record:
-        """What an object is and holds."""
         kind = type(value)  # ``isinstance`` might ask the object
         try:
             self.left -= OBJECT_COST
@@ -112,17 +110,15 @@ class _Reader:
             self.unread.add(kind.__qualname__)
             return ("unread", kind.__qualname__)
 
-    # Code
-
     def find_file(self, name: object) -> str:
-        """The file of a module of the operator's; empty for a library's."""
+        """The file of an imported module of the operator's; empty for a library's."""
         top = str(name).partition(".")[0]
         file: str = getattr(sys.modules.get(str(name)), "__file__", None) or ""
         own = top not in PROBED and (top == self.code.partition(".")[0] or not _is_installed(file))
         return file if own else ""
 
     def read_file(self, name: object) -> str:
-        """The digest of the file of a module of the operator's, else the library's name and version."""
+        """The digest of that file, or the library's name and version."""
         if file := self.find_file(name):
             return _digest_file(file)
         top = str(name).partition(".")[0]
@@ -130,13 +126,14 @@ class _Reader:
         return f"{top} {version.partition('+')[0]}"
 
     def read_class(self, kind: type) -> Record:
-        """Its file and name; the operator's classes that it is derived from; of the operator's the attributes."""
+        """File, name and the operator's base classes; of a class of the operator's the attributes, too."""
         own = [each for each in (type(kind), *kind.__mro__[1:]) if self.find_file(each.__module__)]
         held = vars(kind).items() if self.find_file(kind.__module__) else ()
         attributes = [(name, self.refer(value)) for name, value in held if self.is_attribute(name, value)]
         return (self.read_file(kind.__module__), kind.__qualname__, *map(self.refer, own), *attributes)
 
-    def is_attribute(self, name: str, value: object) -> bool:
+    @staticmethod
+    def is_attribute(name: str, value: object) -> bool:
         """Whether an attribute of a class is no slot, no metadata and no generated method."""
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
@@ -145,11 +142,10 @@ class _Reader:
         return isinstance(value, property) or (isinstance(value, FunctionType) and _is_written(value.__code__))
 
     def read_function(self, function: FunctionType) -> Record:
-        """Where it is written, and all values that it may read; of a library's none of the globals."""
+        """Where it is written and the values that it may read; of a library's function without globals."""
         code, namespace = function.__code__, function.__globals__
         name = str(namespace.get("__name__"))
-        compiled = vars(function).get("_torchdynamo_orig_callable")
-        if compiled is not None:
+        if (compiled := vars(function).get("_torchdynamo_orig_callable")) is not None:
             return ("compiled", self.refer(compiled))
         held = (function.__defaults__, function.__kwdefaults__, function.__closure__, {**vars(function)})
         record = (code.co_qualname, *map(self.refer, held))
@@ -159,7 +155,7 @@ class _Reader:
         return (place, *record, *self.list_globals(code, namespace))
 
     def list_globals(self, code: CodeType, namespace: Mapping[str, Any]) -> Iterator[Record]:
-        """The globals that code names, also those of modules that it names or imports."""
+        """The globals that code names, with those of modules that it names or imports."""
         names = {name for each in _list_codes(code) for name in each.co_names}
         imported = set(_list_imports(code, namespace))
         self.unread |= {f"import {name}" for name in imported - sys.modules.keys() if not _is_library(name)}
@@ -177,10 +173,7 @@ class _Reader:
                 held = vars(value) if self.find_file(value.__name__) else {}
                 yield (name, self.read_file(value.__name__), *self.list_named(names, held, seen))
 
-    # Values
-
     def read_module(self, module: nn.Module) -> Record:
-        """Its class, attributes, tensors, parts and hooks; the numbers that torch gives to hooks do not count."""
         held = vars(module)
         names = [name for name in sorted(held.keys() - OF_TORCH - LEFT_OUT) if not name.startswith("_torchdynamo_")]
         parts = [(name, value) for place in PARTS for name, value in held[place].items()]
@@ -190,13 +183,12 @@ class _Reader:
         return (self.refer(type(module)), *((name, self.refer(value)) for name, value in values))
 
     def read_script(self, script: torch.jit.ScriptModule) -> Record:
-        """The files that it would be saved to, without those that say where its lines are from."""
+        """The files that it would be saved to, but for debugging information."""
         archive = ZipFile(BytesIO(script.save_to_buffer()))
         names = [name for name in sorted(archive.namelist()) if not name.endswith((".debug_pkl", "serialization_id"))]
         return tuple((name, sha256(archive.read(name)).hexdigest()) for name in names)
 
     def read_tensor(self, value: Tensor) -> Record:
-        """Its numbers. Of other than dense tensors the dense ones that they are made of."""
         if value.is_quantized:
             return ("quantized", str(value.qscheme()), self.refer(value.int_repr()), self.refer(value.dequantize()))
         if not _is_dense(value):
@@ -217,7 +209,7 @@ class _Reader:
         return (type(value).__name__, *sorted(texts), *sorted(others))
 
     def read_object(self, value: object) -> Record:
-        """What ``copy`` would copy of it: its attributes, and what its class says."""
+        """What ``copy`` would copy."""
         kind = type(value)
         if f"{kind.__module__}.".startswith(HARMLESS):
             return (kind.__qualname__,)
