@@ -194,12 +194,8 @@ class Collector:
         actions = self._actions.get(call)
         if actions is None:
             return None
-        changes: dict[Path, Tensor] = {}
         find = partial(self._find_path, value, tensors)
-        self._change_tensors(actions, find, tensors, changes)
-        for tap, gradient_changes in actions.anchors.values():
-            if (path := find(tap)) is not None:
-                tensors[path] = changes[path] = self._anchor(tap, gradient_changes, tensors[path])
+        changes = self._change_tensors(actions, find, tensors, self._anchors)
         for capture in actions.captures:
             if capture in self._pending and (path := find(capture)) is not None:
                 self._capture(capture, tensors[path])
@@ -229,16 +225,9 @@ class Collector:
                 "ask for a layer that runs once, or load the model without activation checkpointing",
             )
         calls = [replace(call, call=number) for number in numbers]
-        tensors, changes = dict(iterate_tensors(value)), dict[Path, Tensor]()
-        find = partial(self._find_path, value, tensors)
-        actions = next((self._actions[each] for each in calls if each in self._changed), None)
-        if actions is None:
-            return None
-        self._change_tensors(actions, find, tensors, changes)
-        for tap, _ in actions.anchors.values():
-            if (path := find(tap)) is not None:  # the same steps, on unused anchors
-                changes[path] = GradientAnchors().anchor(call, tensors[path], ())
-        return changes
+        tensors = dict(iterate_tensors(value))
+        actions = next((self._actions[each] for each in calls if each in self._changed), CallActions())
+        return self._change_tensors(actions, partial(self._find_path, value, tensors), tensors, GradientAnchors())
 
     def _find_path(self, value: object, tensors: Mapping[Path, Tensor], tap: Tap) -> Path | None:
         """Where a call has a tensor that the catalog knows at a path; None, and a note, if it has none there.
@@ -264,21 +253,25 @@ class Collector:
         actions: CallActions,
         find: Callable[[Tap], Path | None],
         tensors: dict[Path, Tensor],
-        changes: dict[Path, Tensor],
-    ) -> None:
+        anchors: GradientAnchors,
+    ) -> Changes:
+        """Intervene at a call, and anchor its gradients; other anchors than the forward's own change no gradient."""
+        changes: dict[Path, Tensor] = {}
         for request_slice, change in actions.interventions:
             if (path := find(change)) is not None:
                 self._check_tensor(tensors[path], change)
                 changed = _apply_intervention(request_slice, change, self._token_mask, tensors[path])
                 tensors[path] = changes[path] = changed
                 self._unmade.discard(change.point)
-
-    def _anchor(self, tap: Tap, interventions: Interventions, tensor: Tensor) -> Tensor:
-        self._unmade.discard(tap.point)
-        self._check_tensor(tensor, tap)
-        self._check_differentiable(tap.point)
-        changes = [partial(_apply_intervention, *each, self._token_mask) for each in reversed(interventions)]
-        return self._anchors.anchor(self._modules.locate(tap.point), tensor, changes)
+        for tap, interventions in actions.anchors.values():
+            if (path := find(tap)) is not None:
+                self._unmade.discard(tap.point)
+                self._check_tensor(tensors[path], tap)
+                self._check_differentiable(tap.point)
+                given = reversed(interventions) if anchors is self._anchors else ()
+                hooks = [partial(_apply_intervention, *each, self._token_mask) for each in given]
+                tensors[path] = changes[path] = anchors.anchor(self._modules.locate(tap.point), tensors[path], hooks)
+        return changes
 
     def _capture(self, capture: Capture, tensor: Tensor) -> None:
         spans = self._pending.pop(capture)
