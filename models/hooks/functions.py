@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from layertap.models.hooks.running_calls import Changes, RunningCall, get_version
 from layertap.models.hooks.tensor_tree import Arguments, iterate_tensors, replace_tensor
-from layertap.models.points import Site
 
 T = TypeVar("T")
 # Layers of torch's own whose parts may be anybody's.
@@ -58,33 +57,34 @@ def may_call_functions(module: nn.Module) -> bool:
     return not isinstance(module, torch.jit.ScriptModule) and not kind.__module__.startswith("torch.nn.")
 
 
-class FunctionsCall(RunningCall):
+class FunctionsCall(RunningCall, TorchFunctionMode):
     """A call of a module that calls back before and after each of its own functions: ``add#0``, "input" or "output".
 
-    ``may_change``: the callback may return replacements. The mode rests while parts run, which have their own. To be
+    ``may_change``: the callback may return replacements. The mode is left while parts run, which have their own. To be
     attached after all other hooks: these would be taken for what the module does.
     """
 
     def __init__(self, *call: Any, may_change: bool = False) -> None:
-        super().__init__(*call)
-        self.may_change = may_change
+        RunningCall.__init__(self, *call)
+        TorchFunctionMode.__init__(self)
+        self._may_change = may_change
+        self._numbers = Counter[str]()
+        self._is_entered = False
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enter the mode."""
-        self._mode = _FunctionMode(self)
-        self._is_entered = False
-        self.stack.callback(self._exit)  # where the forward is left midway
+        self.stack.callback(self._leave)  # where the forward is left midway
         self._enter()
 
     def end(self, output: object) -> None:
         """Leave the mode."""
-        self._exit()
+        self._leave()
 
     def enter_part(self) -> None:
         """Leave the mode: it must be gone, not only silent, as some of torch's layers compute otherwise under any."""
         super().enter_part()
-        if self.depth == 1 and _get_current_function_mode() is self._mode:  # type: ignore[no-untyped-call]
-            self._exit()
+        if self.depth == 1 and _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
+            self._leave()
 
     def leave_part(self) -> None:
         """Enter the mode again behind the outermost part."""
@@ -93,46 +93,35 @@ class FunctionsCall(RunningCall):
             self._enter()
 
     def _enter(self) -> None:
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self.__enter__()  # type: ignore[no-untyped-call]
         self._is_entered = True
 
-    def _exit(self) -> None:
+    def _leave(self) -> None:
         if self._is_entered:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._is_entered = False
-
-
-class _FunctionMode(TorchFunctionMode):
-    """Calls back with what each function takes, then with what it returns, and puts the replacements in."""
-
-    def __init__(self, call: FunctionsCall) -> None:
-        super().__init__()
-        self._call = call
-        self._numbers = Counter[str]()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Call back with what a function takes, then with what it returns, and put the replacements in."""
         options, name = kwargs or {}, get_function_name(func)
-        if name is None or self._call.depth:
+        if name is None or self.depth:
             return func(*args, **options)
         function = f"{name}#{self._numbers[name]}"
         self._numbers[name] += 1
         taken = Arguments(tuple(args), options)
         held = dict(iterate_tensors(taken))  # what the forward has, which it sees written to
-        changes = self._hand_on(function, "input", taken)
+        changes = self.on_call(self.number, function, "input", taken) or {}
         if changes:
             args, options = taken.replace(changes)
         given = [(tensor, changes.get(path, tensor)) for path, tensor in held.items()]
         versions = [get_version(tensor) for _, tensor in given]
-        with _keep_saved(func, args, options) if self._call.may_change else nullcontext():
+        with _keep_saved(func, args, options) if self._may_change else nullcontext():
             out = func(*args, **options)
-        changes = self._hand_on(function, "output", out)
+        changes = self.on_call(self.number, function, "output", out) or {}
         written = [pair for pair, version in zip(given, versions, strict=True) if get_version(pair[1]) != version]
         return _put_in(out, changes, written)
-
-    def _hand_on(self, function: str, site: Site, value: object) -> Changes:
-        return self._call.on_call(self._call.number, function, site, value) or {}
 
 
 def _put_in(out: object, changes: Changes, written: Sequence[tuple[Tensor, Tensor]]) -> object:
