@@ -126,9 +126,9 @@ def rollout(layers: Sequence[Array], discard: float, prefix: int, grid: Grid | N
     """
     product: Array | None = None
     for layer in layers:
-        mixed = _zero_lowest(layer, discard) + np.eye(layer.shape[-1], dtype=np.float32)
-        mixed = mixed / mixed.sum(-1, keepdims=True)
-        product = mixed if product is None else mixed @ product
+        weights = _zero_lowest(layer, discard) + np.eye(layer.shape[-1], dtype=np.float32)
+        weights = weights / weights.sum(-1, keepdims=True)
+        product = weights if product is None else weights @ product
     if product is None:
         raise ValueError("a rollout is over one layer or more")
     return _read_patches(product, prefix, grid)
@@ -146,8 +146,8 @@ def vit_explain_rollout(
         kept = _zero_lowest(layer, discard)
         if keeps_first and kept is not layer:
             kept[:, 0, 0] = layer[:, 0, 0]
-        mixed = kept + np.eye(layer.shape[-1], dtype=np.float32)
-        product = (mixed / mixed.sum(-1)[:, None]) @ product
+        weights = kept + np.eye(layer.shape[-1], dtype=np.float32)
+        product = (weights / weights.sum(-1)[:, None]) @ product
     patches = _read_patches(product, prefix, grid)
     largest = patches.max((1, 2), keepdims=True)
     result: Array = np.divide(patches, largest, out=np.zeros_like(patches), where=largest != 0)
@@ -194,9 +194,9 @@ def _weigh_channels(maps: Array, weights: Array) -> Array:
     return result
 
 
-def _read_patches(mixed: Array, prefix: int, grid: Grid | None) -> Array:
+def _read_patches(weights: Array, prefix: int, grid: Grid | None) -> Array:
     """The first token's row as a grid of patches; without a prefix the mean of all rows."""
-    attention = mixed[:, 0] if prefix else mixed.mean(1)
+    attention = weights[:, 0] if prefix else weights.mean(1)
     patches = attention[:, prefix:]
     return patches.reshape(len(patches), *_find_grid(patches.shape[1], grid))
 

@@ -156,10 +156,9 @@ class Occlusion:
         """The row with a window of the baseline."""
         rows = np.repeat(self._row.astype(np.float32), len(numbers), 0)
         for row, number in zip(rows, numbers, strict=True):
-            of_row = self._layout.replace("N", "")
-            places: list[slice] = [slice(None)] * len(of_row)
-            places[of_row.index("H")], places[of_row.index("W")] = self._find_window(number)
-            row[tuple(places)] = self._baseline[tuple(places)]
+            slices = dict(zip("HW", self._find_window(number), strict=True))
+            window = tuple(slices.get(letter, slice(None)) for letter in self._layout if letter != "N")
+            row[window] = self._baseline[window]
         return rows
 
     def add(self, numbers: range, measured: Array) -> None:
@@ -175,7 +174,7 @@ class Occlusion:
         return result
 
     def _find_window(self, number: int) -> tuple[slice, slice]:
-        top, left = (place * self._stride for place in divmod(number, self._across))
+        top, left = (index * self._stride for index in divmod(number, self._across))
         return slice(top, top + self._window), slice(left, left + self._window)
 
 

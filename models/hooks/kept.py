@@ -22,11 +22,11 @@ OWN = "layertap."  # modules of our hooks, which hold tensors too
 OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
 ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 Put = Callable[[Any, Any, Any], object]
-Slot = tuple[Put, Any, Any, Any]  # an entry: how another is put in its place, what holds it, its key, its value
+Slot = tuple[Put, Any, Any, Any]  # an entry: how it is replaced, its container, key and value
 
 
 class KeptOutputs:
-    """The places in a module tree, in what its own hooks hold and in context variables where tensors are kept."""
+    """Tensors that are kept in a module tree, by its own hooks, or in context variables."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root

@@ -94,7 +94,7 @@ class BatchActivations:
 def _is_exact(capture: Capture) -> bool:
     """Whether a result's numbers are the captured ones, and none is made of several."""
     reduction = capture.reduction
-    # Not max: which of two zeros or NaNs it gives depends on their places.
+    # Not max: which of two zeros or NaNs it gives depends on their positions.
     makes = reduction.project, reduction.stats, reduction.metric
     combines = reduction.normalize or any(each is not None for each in makes)
     return not combines and not POOLINGS[reduction.pool].combines

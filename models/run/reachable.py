@@ -151,8 +151,8 @@ class _Reader:
         record = (code.co_qualname, *map(self.refer, held))
         if name in sys.modules and not self.find_file(name):
             return (self.read_file(name), *record)
-        place = (self.read_file(name), *_find_span(code)) if _is_written(code) else self.refer(code)
-        return (place, *record, *self.list_globals(code, namespace))
+        origin = (self.read_file(name), *_find_span(code)) if _is_written(code) else self.refer(code)
+        return (origin, *record, *self.list_globals(code, namespace))
 
     def list_globals(self, code: CodeType, namespace: Mapping[str, Any]) -> Iterator[Record]:
         """The globals that code names, with those of modules that it names or imports."""
@@ -176,8 +176,8 @@ class _Reader:
     def read_module(self, module: nn.Module) -> Record:
         held = vars(module)
         names = [name for name in sorted(held.keys() - OF_TORCH - LEFT_OUT) if not name.startswith("_torchdynamo_")]
-        parts = [(name, value) for place in PARTS for name, value in held[place].items()]
-        hooks = [(place, hook) for place in HOOKS for hook in held[place].values()]
+        parts = [(name, value) for kind in PARTS for name, value in held[kind].items()]
+        hooks = [(kind, hook) for kind in HOOKS for hook in held[kind].values()]
         parts += [(name, vars(value)) for name, value in parts if isinstance(value, Tensor) and vars(value)]
         values = (*((name, held[name]) for name in names), *parts, *hooks)
         return (self.refer(type(module)), *((name, self.refer(value)) for name, value in values))

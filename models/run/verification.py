@@ -64,7 +64,7 @@ def check_outputs(plan: Plan, catalog: Catalog, captured: TensorsByPoint, run: R
         if alone is not None:
             name = escape(point.format_name(f"#{point.call}"))
             raise not_verified_error(
-                f"not verified: with what left {name} put back in its place a forward differs by {alone:.1e}",
+                f"not verified: with the output of {name} put back a forward differs by {alone:.1e}",
                 "something may write to this output later under another name: ask for a layer after it",
             )
     raise not_verified_error(
