@@ -131,7 +131,7 @@ class RowTensor:
 
 
 def to_floating(value: Tensor) -> Tensor:
-    """The same in float32, in float64 where it is that."""
+    """The same in float32, or float64 if it is that."""
     return value if value.is_floating_point() and value.dtype.itemsize == 8 else value.float()
 
 
@@ -155,7 +155,7 @@ def find_position_axes(info: TensorInfo, position: Position) -> tuple[int, ...] 
 
 
 def describe_position(info: TensorInfo, position: Position | None) -> TensorInfo:
-    """What ``RowTensor.at`` gives of a tensor, as a catalog says it."""
+    """The description of ``RowTensor.at``'s result."""
     axes = find_position_axes(info, position) if position is not None else None
     if not axes:
         is_flat = len(info.shape) == 1 and info.row_axis == 0

@@ -28,11 +28,7 @@ WINDOWS_ACROSS = 8  # the default window is the shorter side divided by this, th
 
 @dataclass(frozen=True)
 class PerturbationSettings:
-    """The options of an explanation, with defaults filled in.
-
-    ``windows``: how many cover a row. ``channels``: how many the ablated layer has, 0 without one. ``reference``: the
-    row of another input, (1, …), if ``baseline`` is "input".
-    """
+    """The options of an explanation, with defaults filled in."""
 
     steps: int
     samples: int
@@ -40,10 +36,10 @@ class PerturbationSettings:
     seed: int
     window: int
     stride: int
-    windows: int
+    windows: int  # that cover a row
     baseline: float | Literal["blur", "input"] | None
-    channels: int = 0
-    reference: Array | None = None
+    channels: int = 0  # of the ablated layer, 0 without one
+    reference: Array | None = None  # the row of another input, (1, …), if ``baseline`` is "input"
 
     @classmethod
     def fill_in(

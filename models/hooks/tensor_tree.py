@@ -32,15 +32,15 @@ def iterate_tensors(value: object, path: Path = ()) -> Iterator[tuple[Path, torc
 
 
 def find_refused(value: object) -> Iterator[tuple[Path, str]]:
-    """Where a value holds tensors without plain memory, and of what kind they are, in words."""
+    """The paths of tensors without plain memory, and their kinds in words."""
     return ((path, _get_kind(tensor)) for path, tensor in _iterate_all(value, ()) if _get_kind(tensor) != "dense")
 
 
 class Arguments(dict[str, Any]):
-    """What a module or function was called with, by index and name; ``parameters`` are the names of positional ones.
+    """Arguments of a module or function, by index and name; ``parameters`` are the names of positional ones.
 
-    A lone argument stands for itself: paths do not name it. Arguments that hold no tensor (flags, None) do not count,
-    so ``attn(x, mask=None)`` is simply ``x``. A sparse tensor is one: ``conv(x, adjacency)`` is two values.
+    Paths do not name the only argument with tensors: ``attn(x, mask=None)`` is simply ``x``. A sparse tensor counts:
+    ``conv(x, adjacency)`` is two values.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: tuple[str, ...] = ()) -> None:
@@ -56,7 +56,7 @@ class Arguments(dict[str, Any]):
         return self._parameters[index] if index < len(self._parameters) else key
 
     def find_path(self, path: Path, lone: str) -> Path:
-        """A path here of what an earlier call had at another; ``lone``: the parameter of its lone argument, if any."""
+        """The path here of an earlier call's tensor; ``lone``: the parameter of that call's lone argument, if any."""
         parameter, rest = (lone, path) if lone else (self.get_parameter(path[0]), path[1:]) if path else ("", path)
         key = next((key for key in self if self.get_parameter(key) == parameter), parameter)
         return rest if key == self.lone else (key, *rest)

@@ -115,10 +115,10 @@ def _collect_nodes(end: Tensor) -> set[Any]:
 
 
 def find_unreachable(forward: Callable[[], object], modules: Modules, points: Collection[Point]) -> list[Point]:
-    """The points that no autograd graph reaches, though one began at the model's input or its embedding tables.
+    """The points that no autograd graph reaches that begins at the model's input or its embedding tables.
 
-    Runs the forward with grad enabled, up to the last point; without points it runs nothing. The list is empty if no
-    graph could begin, and has all points if the forward fails with grad enabled.
+    Runs the forward with grad enabled, up to the last point; without points it runs nothing. Empty if no graph could
+    begin, all points if the forward fails with grad enabled.
     """
     if not points:
         return []

@@ -1,4 +1,4 @@
-"""State: what runs change of a module tree. It is found by comparison with how the tree was, and put back."""
+"""State that runs change in a module tree: found by comparison, and put back."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _get_version = attrgetter("_version")
 
 
 class ModuleState:
-    """How a module tree is when this is created; whatever runs change of it is put back.
+    """The state of a module tree when this is created; changes by runs are put back.
 
-    That is: buffers, submodules, attributes and flags, and what lists, dictionaries, sets, arrays, generators, closures
-    and helper objects among the attributes hold. Parameters are not copied: one that points to other memory gets its
-    own back, but one that was overwritten is ``lost``. ``found`` names everything that runs have changed so far.
-    Only the thread that runs the module may call the methods.
+    State is buffers, submodules, attributes and flags, and the contents of lists, dictionaries, sets, arrays,
+    generators, closures and helper objects among the attributes. Parameters are not copied: one that points to other
+    memory gets its own back, but one that was overwritten is ``lost``. ``found`` names all changes so far. Only the
+    thread that runs the module may call the methods.
     """
 
     def __init__(self, module: nn.Module, like: ModuleState | None = None) -> None:
@@ -96,7 +96,7 @@ class ModuleState:
         return any(memory.is_moved() or memory.is_noticed() or memory.is_overwritten() for memory in self._memories)
 
     def settle(self) -> None:
-        """After the first run: keep what it did if it made modules or parameters, else put it back."""
+        """After the first run: keep its changes if it made modules or parameters, else put them back."""
         if self._parts < self._list_parts():
             self.take()
         else:
@@ -127,7 +127,7 @@ class ModuleState:
         self._mark()
 
     def _is_untouched(self) -> bool:
-        """Whether every name stands for the same object, and no operation wrote to a tensor: quick, after each run."""
+        """A quick check after each run: every name has the same object, and no operation wrote to a tensor."""
         return (
             all(map(is_, chain.from_iterable(self._views), self._values))
             and self._read_marks() == self._marks
@@ -193,7 +193,7 @@ class ModuleState:
                 ]
 
     def _add(self, key: StateKey, value: Any) -> None:
-        """Note what a value holds that runs may change."""
+        """Note the contents of a value that runs may change."""
         if isinstance(value, (*ATOMS, *OPAQUE)) or id(value) in self._seen or len(self._seen) >= MAX_SEEN:
             return
         self._seen[id(value)] = value  # alive, so that no other object gets its id
@@ -297,7 +297,7 @@ def _view_array(array: np.ndarray[Any, Any]) -> Tensor | None:
 
 
 class _Memory:
-    """A tensor with a copy of its numbers; of a parameter, or a large one, there are a few only."""
+    """A tensor with a copy of its numbers; of a parameter or a large tensor only of a few."""
 
     def __init__(self, key: StateKey, value: Tensor, copies: Mapping[int, Tensor]) -> None:
         self.key = key
@@ -360,7 +360,7 @@ class _Memory:
 
 
 def _is_equal(one: object, other: object) -> bool:
-    """Whether another object says the same: a number that was computed again."""
+    """Whether two objects have the same value, as a number that was computed again."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(view_bytes(one), view_bytes(other))
     if type(one) is not type(other) or not isinstance(one, ATOMS):
