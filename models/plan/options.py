@@ -69,7 +69,7 @@ def check_need(option: str, name: str, info: TensorInfo, axes: str = "") -> Iter
     if option in FLOATING and not info.is_floating:
         yield f"{name} is of dtype {info.dtype}: {option!r} needs floating values", hint
     if "N" in letters and info.crosses_rows:
-        yield f"{name} is made of all rows of a forward: {option!r} needs one entry for each input", hint
+        yield f"{name} is made of all rows of a forward together: {option!r} needs one entry for each input", hint
     if "N" in letters and info.row_axis is None:
         yield f"{name} is the same for all rows: {option!r} needs one entry for each input", hint
     missing = [LETTERS[letter] for letter in letters.replace("N", "") if not info.has_axis(letter)]

@@ -51,7 +51,7 @@ def catalog_of(**more: Any) -> Catalog:
         ("project", "unknown", "has no axis for 'project'"),
         ("project", "counts", "is of dtype int64: 'project' needs floating values"),
         ("pool", "shared", "is the same for all rows: 'pool' needs one entry for each input"),
-        ("stats", "mixed", "is made of all rows of a forward: 'stats' needs one entry for each input"),
+        ("stats", "mixed", "is made of all rows of a forward together: 'stats' needs one entry for each input"),
         ("gradient", "counts", "is of dtype int64: 'gradient' needs floating values"),
     ],
 )
@@ -88,7 +88,10 @@ OBJECTIVES_REFUSED: dict[str, tuple[Objective, str]] = {
         Objective("sum", selector=parse_selector("map"), position=(0,)),
         "has no tokens: 'position' is one",
     ),
-    "no rows": (Objective("sum", selector=parse_selector("mixed")), "is made of all rows of a forward: 'objective'"),
+    "no rows": (
+        Objective("sum", selector=parse_selector("mixed")),
+        "is made of all rows of a forward together: 'objective'",
+    ),
 }
 
 
