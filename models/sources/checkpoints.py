@@ -247,7 +247,7 @@ def _make_refusal(loaded: object, shown: str) -> LoadError:
     for key, value in {"": loaded, **{key: entries.get(key) for key in (*PLAIN, *AVERAGED)}}.items():
         if isinstance(value, Placeholder):
             name = escape(value.pickled_name)
-            detail = f"checkpoint {shown} holds a pickled object of {name}, which is code, in place of its tensors"
+            detail = f"checkpoint {shown} holds a pickled object of {name}, which is code, instead of its tensors"
             load = f"torch.load('FILE', weights_only=False, map_location='cpu'){f'[{key!r}]' if key else ''}"
             return LoadError(detail, hint=_describe_conversion(load))
     paths = ((key, _find_path(value, ())) for key, value in entries.items() if isinstance(key, str))
