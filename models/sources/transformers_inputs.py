@@ -91,8 +91,9 @@ def _read_text_spec(
     positions = getattr(config, "max_position_embeddings", None)
     sizes = [positions if isinstance(positions, int) and positions > 0 else DEFAULT_MAX_TOKENS]
     tables = [part for name, part in module.named_modules() if name.endswith(TABLES)]
-    padded = [each for each in tables if isinstance(each, nn.Embedding) and each.padding_idx is not None]
-    sizes += [each.num_embeddings - each.padding_idx - 1 for each in padded]
+    for each in tables:
+        if isinstance(each, nn.Embedding) and each.padding_idx is not None:
+            sizes.append(each.num_embeddings - each.padding_idx - 1)
     with wrap_errors(f"the tokenizer of {shown} could not be built"):
         whole = _load_tokenizer(library, folder, shown, sentence) if folder is not None else None
         limit, pads = DEFAULT_MAX_TOKENS, [getattr(config, "pad_token_id", None)]
