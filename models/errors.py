@@ -54,12 +54,13 @@ def suggest(names: tuple[str, ...]) -> str:
 def note_cause(refusal: LayertapError, error: BaseException) -> None:
     """Note the original exception, its text and a source line, for the log and the operator's terminal.
 
-    The line is the last one outside of libraries and this package; if there is none, the last one.
+    The line is the last one outside of libraries and this package; if there is none, the last one, unless that is ours.
     """
     while error.__cause__ is not None:
         error = error.__cause__
     place = find_own_line(error) or next(reversed(extract_tb(error.__traceback__)), None)
-    lines = f"\n  {place.filename}, line {place.lineno}: {place.line}" if place else ""
+    is_shown = place is not None and not place.filename.startswith(LIBRARIES[0])
+    lines = f"\n  {place.filename}, line {place.lineno}: {place.line}" if place is not None and is_shown else ""
     refusal.add_note(f"{type(error).__name__}: {str(error)[:MAX_TEXT]}{lines}")
 
 

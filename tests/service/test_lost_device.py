@@ -50,7 +50,7 @@ def test_lost(fragile: Live, isolated: str) -> None:
         assert "restarted" in str(problem(reply.result(), 503, seconds=True))
     wait_until(lambda: fragile.client.get("/livez").status_code == 503)
     for path in ("/livez", "/readyz"):
-        assert "restarts it" in problem(fragile.client.get(path), 503, seconds=True)["hint"]
+        assert "restart it" in problem(fragile.client.get(path), 503, seconds=True)["hint"]
     for name in ("fragile", "digits"):
         body = fragile.client.get(f"/models/{name}").json()
         assert (body["state"], body["hooks"]) == ("failed", 0)

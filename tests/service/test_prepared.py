@@ -82,13 +82,13 @@ def test_what_is_kept(live: Live) -> None:
     """What is asked in one way is kept once; arrays of names that no model has, and probes, leave nothing."""
     kept = live.engine.manager.handles["digits"].planned
     ask(live, ROWS[:1])
-    before = len(kept.values())
+    before = len(kept._values)
     for number in range(3):
         ask(live, ROWS[:1])
         odd = {"tensors": {f"odd {number}": tensor(ROWS[0])["tensor"]}}
         problem(live.client.post("/extract", json={**ASKED, "on_error": "fail", "inputs": [odd]}), 422)
         assert live.client.post("/extract", json={**ASKED, "inputs": [tensor(ROWS[0])], "probe": True}).is_success
-    assert len(kept.values()) <= before + 2  # of the probe's own question, and of its rows
+    assert len(kept._values) <= before + 2  # of the probe's own question, and of its rows
 
 
 def test_pictures_that_are_bad(live: Live, decoding: Live) -> None:

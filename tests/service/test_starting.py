@@ -106,6 +106,7 @@ def test_check(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
     said = dict(line.split(": ", 1) for line in done.out.splitlines())
     assert said.pop("chain").startswith("ready on cpu")
     assert said.pop("later").startswith("not loaded")
+    assert said.pop("SafetensorError").startswith("Error while deserializing header")
     assert {name: each.partition(":")[0] for name, each in said.items()} == {"broken": "failed"}
 
 

@@ -130,7 +130,7 @@ def test_bad_pictures(command: Command, folder: Path, tmp_path: Path) -> None:
     assert reasons.keys() == bad.keys()
     for name, words in {
         "text": "not a picture",
-        "empty": "not a picture",
+        "empty": "the picture is empty",
         "folder": "directory",
         "pipe": "no regular file",
         "loop": "symbolic links",
