@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -50,6 +50,9 @@ class Decoder:
         self._settings = settings
         self.pool = ThreadPoolExecutor(threads, "decode", initializer=start_single_threaded)
 
+    def find_workers(self, items: Sequence[LocalItem], inputs: ModelInputs) -> Mapping[str, int] | None:
+        """How many workers are idle, by device, one of which decodes these items; None if threads decode them."""
+
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """Decode items: their rows or their errors.
 
@@ -78,6 +81,7 @@ class Executor(ABC):
         self.devices = tuple(devices)
         self.idle = dict.fromkeys(devices, 0)
         self.decode = decoder.decode
+        self.find_decoders = decoder.find_workers
         self.max_decode_items = decoder.max_items
         self._pool = decoder.pool
         self._workers = decoder.workers

@@ -287,7 +287,10 @@ class Batcher:
         cpu = self._devices.get(CPU)
         if cpu is None or cpu.free + (not self._running_waits) <= 0:
             return None
-        return self._slot_waits.find_first(now)
+        first = self._slot_waits.find_first(now)
+        if first is None or first.idle[CPU]:
+            return first
+        return next((wait for wait in self._slot_waits.list_first(now) if wait.idle[CPU]), None)
 
     def _precedes(self, job: Job, wait: SlotWait, now: float) -> bool:
         """Whether a job on the CPU goes before a wait: more urgent, or as urgent, ready and not much newer."""

@@ -191,6 +191,8 @@ class Scheduler:
                 self._leave(model)
 
         wait = SlotWait(priority, lambda wait: self._keep(asyncio.ensure_future(run(wait))))
+        if (workers := model.executor.find_decoders(items, inputs)) is not None:  # older batches want these too
+            wait.idle = workers
         self.batcher.add_wait(wait)
         model.busy += 1
         self._dispatch()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from layertap.service.engine.batch import Batch, Job, RowSlice
+from layertap.service.engine.batch import CPU, Batch, Job, RowSlice
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.types import Priority
 
@@ -27,6 +27,7 @@ class SlotWait:
 
     priority: Priority = "interactive"
     begin: Callable[[SlotWait], None] = lambda wait: None
+    idle: Mapping[str, int] = field(default_factory=lambda: {CPU: 1})  # the workers of which it needs one; by device
     deadline: float = math.inf
     enqueued_at: float = 0.0
     due_at: float = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from layertap.models.errors import InputError, LayertapError, TooLargeError
@@ -40,6 +40,11 @@ class WorkerDecoder(Decoder):
         self.workers: WorkerPool = workers
         self._known = known
         self._kinds = kinds
+
+    def find_workers(self, items: Sequence[LocalItem], inputs: ModelInputs) -> Mapping[str, int] | None:
+        """The workers, unless this process decodes all of the items, or all pictures on a GPU."""
+        is_for_workers = inputs is self._known and inputs.decoder is None
+        return self.workers.idle if is_for_workers and any(isinstance(item, self._kinds) for item in items) else None
 
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """Decode items; one that kills workers is refused. Raises as ``Decoder.decode``."""
