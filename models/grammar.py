@@ -10,11 +10,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path, PureWindowsPath
-from typing import Any
 
 from layertap.models.errors import AbsentError, LoadError, escape, find_nearest, label_failures, suggest
 
@@ -147,14 +145,6 @@ def unknown_name_error(kind: str, ident: str, names: Iterable[str]) -> LoadError
     shown = get_base_name(ident)
     matches = tuple(f"{kind}:{name}" for name in find_nearest(shown, names, 3))
     return LoadError(f"{kind} has no architecture {escape(shown)}", hint=suggest(matches))
-
-
-def import_library(name: str) -> Any:
-    """Import an optional library; AbsentError if it is not installed. By name: type checkers are slow on some."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise not_installed_error(name) from error
 
 
 def not_installed_error(library: str) -> AbsentError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from torch import nn
 
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, format_names, label_failures
-from layertap.models.grammar import ADAPTER_CONFIG, import_library
+from layertap.models.grammar import ADAPTER_CONFIG, not_installed_error
 from layertap.models.sources.checkpoints import read_checkpoint, wrap_errors
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -63,7 +64,11 @@ def insert_adapter(module: nn.Module, folder: Path) -> Iterator[Any]:
 
     Only adapter_config.json is read from the folder. Inside, the module has the tensor names it had in training.
     """
-    peft, shown = import_library("peft"), f"adapter {escape(folder.name)}"
+    shown = f"adapter {escape(folder.name)}"
+    try:
+        peft: Any = importlib.import_module("peft")
+    except ImportError as error:
+        raise not_installed_error("peft") from error
     # Some adapters are initialised from random parts of the weights.
     with wrap_errors(f"{shown} could not be merged into the model", BASE_HINT), construct_alone(0):
         kind = json.loads((folder / ADAPTER_CONFIG).read_text("utf-8"))["peft_type"]

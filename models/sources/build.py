@@ -15,7 +15,7 @@ from torch import nn
 
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, find_nearest, label_failures, suggest
-from layertap.models.grammar import SOURCES, WeightsSource, parse_source, parse_weights
+from layertap.models.grammar import SOURCES, WeightsSource, not_installed_error, parse_source, parse_weights
 from layertap.models.inputs.model_inputs import TextSpec
 from layertap.models.inputs.noise import check_examples
 from layertap.models.inputs.preprocess import Preprocessing, compute_output_size
@@ -129,6 +129,14 @@ def refuse_named_weights(weights: WeightsSource, shown: str, hint: str = WEIGHTS
     """LoadError for weights of a name other than DEFAULT."""
     if weights.is_named and weights.label != "DEFAULT":
         raise LoadError(f"{shown} has no weights named {escape(weights.label)}", hint=hint)
+
+
+def import_library(name: str) -> Any:
+    """Import an optional library; AbsentError if it is not installed. By name: type checkers are slow on some."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise not_installed_error(name) from error
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
-from layertap.models.grammar import SOURCES, WeightsSource, import_library, parse_weights, unknown_name_error
+from layertap.models.grammar import SOURCES, WeightsSource, parse_weights, unknown_name_error
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.inputs.presets import choose_preprocessing, from_timm
 from layertap.models.labels import Labels
@@ -22,6 +22,7 @@ from layertap.models.sources.build import (
     BuiltModel,
     construct_module,
     describe_arguments,
+    import_library,
     list_parameters,
     read_weights,
     refuse_named_weights,

@@ -21,7 +21,7 @@ from torch import Tensor
 from layertap.models.devices.devices import use_threads
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, format_names
-from layertap.models.grammar import ADAPTER_CONFIG, get_base_name, import_library, parse_weights, refuse_adapter
+from layertap.models.grammar import ADAPTER_CONFIG, get_base_name, parse_weights, refuse_adapter
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs.noise import make_noise_row
 from layertap.models.labels import Labels
@@ -30,6 +30,7 @@ from layertap.models.sources.build import (
     BuiltModel,
     construct_module,
     count_class_tokens,
+    import_library,
     read_weights,
     refuse_named_weights,
     refuse_reserved_arguments,
