@@ -126,24 +126,27 @@ class StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record's line, or drop it."""
         try:
-            self._write(b"")
-            if self._dropped and not self._rest:
-                notice = {"name": "layertap", "levelno": logging.WARNING, "levelname": "WARNING", "msg": DROPPED}
-                self._write_line(logging.makeLogRecord({**notice, "fields": {"lines": self._dropped}}))
-                self._dropped = 0
+            if self._rest or self._dropped:
+                self._catch_up()
             if self._rest:
                 self._dropped += 1
             else:
-                self._write_line(record)
+                self._write(self.format(record))
         except Exception:
             self.handleError(record)
 
-    def _write_line(self, record: logging.LogRecord) -> None:
-        self._write(f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
+    def _catch_up(self) -> None:
+        """Go on with a line that was begun; then say how many were dropped."""
+        self._write()
+        if self._dropped and not self._rest:
+            notice = {"name": "layertap", "levelno": logging.WARNING, "levelname": "WARNING", "msg": DROPPED}
+            notice["fields"] = {"lines": self._dropped}
+            self._dropped = 0
+            self._write(self.format(logging.makeLogRecord(notice)))
 
-    def _write(self, data: bytes) -> None:
-        """Write as much as is taken of what is left, and of this; a pipe that is ready takes PIPE_BUF bytes."""
-        data = self._rest + data
+    def _write(self, line: str | None = None) -> None:
+        """Write as much as is taken of what is left, and of a line; a pipe that is ready takes PIPE_BUF bytes."""
+        data = self._rest if line is None else f"{line}\n".encode("utf-8", "backslashreplace")
         while data and self._poll.poll(0):
             data = data[os.write(self._file, data[: select.PIPE_BUF]) :]
         self._rest = data

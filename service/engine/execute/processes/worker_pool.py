@@ -86,7 +86,8 @@ class WorkerPool:
         """An idle worker, to be asked now."""
         worker = self._idle.pop()
         self.idle[CPU] = len(self._idle)
-        self._watch_deadlines()
+        if self._timer is None:
+            self._end_late()
         return worker
 
     async def ask(self, message: ToWorker, seconds: float) -> Any:
