@@ -1,1 +1,1 @@
-"""Explanation maps, and the layers that they are computed from."""
+"""Explanation maps, computed from captures or from perturbed inputs."""

@@ -1,1 +1,1 @@
-"""What our hooks on a module can see and change: sides, attention, tensors inside structures."""
+"""What our hooks on a module can see and change: sites, functions, attention, tensors inside structures."""

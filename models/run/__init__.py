@@ -1,1 +1,1 @@
-"""Capture during one forward: hooks attached, tensors reduced inside them, everything detached."""
+"""A model in memory: forwards whose hooks reduce what many requests ask, its state kept, its rows checked."""
