@@ -233,8 +233,10 @@ def _check_stats(name: str, tap: Tap, reduction: Reduction, sizes_known: bool) -
     if reduction.over is None:
         return
     if unmerged := [each for each in stats if get_statistic(each, reduction.edges).merge is None]:
-        detail = f"'{unmerged[0]}' of {name} is of each input only: its bins are other ones in each"
-        yield detail, f"give the 'edges' of its bins, or leave '{unmerged[0]}' or 'over' out"
+        why, how = "those of several inputs can't be merged", ""
+        if get_statistic(unmerged[0]).bins is not None:
+            why, how = "its bins are other ones in each", "give the 'edges' of its bins, or "
+        yield f"'{unmerged[0]}' of {name} is of each input only: {why}", f"{how}leave '{unmerged[0]}' or 'over' out"
     if "std" in stats and "mean" not in stats:
         yield f"'std' of {name} over all inputs is made of their means too", "add 'mean' to 'stats'"
     if info.token_axes:

@@ -30,7 +30,7 @@ class Statistic:
     compute: Callable[[Tensor], Tensor]
     merge: Merge | None  # None: these are not enough
     bins: int | None = None  # numbered columns; None: one column without a number
-    in_all: bool = True  # it is among the statistics that ``true`` stands for
+    in_all: bool = True  # ``true`` stands for it too; for new ones False: callers count the columns
 
 
 def get_statistic(name: str, edges: Sequence[float] | None = None, keys: int | None = None) -> Statistic:
