@@ -150,9 +150,23 @@ def _import_file(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:
-        return _execute(spec)
+        module = _execute(spec)
     except ModuleNotFoundError as error:
         raise _missing_module_error(path.name, error.name or path.name) from error
+    if other := next(filter(partial(_comes_from_another, module), path.parent.glob("*.py")), None):
+        del sys.modules[name]
+        detail = f"{escape(path.name)} imports {escape(other.name)}, and another model's file of that name came first"
+        raise LoadError(detail, hint="give one of them another name, or load each model in a process of its own")
+    return module
+
+
+def _comes_from_another(module: ModuleType, file: Path) -> bool:
+    """Whether a module has imported a file beside it by a name that was another file's already."""
+    imported = sys.modules.get(file.stem)
+    origin = getattr(imported, "__file__", None)
+    if origin is None or Path(origin).resolve() == file.resolve():
+        return False
+    return any(value is imported or getattr(value, "__module__", None) == file.stem for value in vars(module).values())
 
 
 def _execute(spec: ModuleSpec) -> ModuleType:

@@ -363,3 +363,21 @@ def test_transformers_configuration(tmp_path: Path) -> None:
     assert "dtype: beside args:" in refusal(source, args={"dtype": "float16"})
     changed = built(source, args={"hidden_act": "relu"})
     assert digest(changed) != digest(built(source))
+
+
+def test_files_of_one_name(tmp_path: Path) -> None:
+    """Two folders have a file of one name beside their factories: nobody's model is built by the other's."""
+    for name, width in (("one", 3), ("two", 5)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "same_helper.py").write_text(f"WIDTH = {width}\n\ndef make_width():\n    return WIDTH\n")
+        (folder / "net.py").write_text(
+            "from torch import nn\nfrom same_helper import make_width\n\n"
+            "def build():\n    return nn.Linear(4, make_width())\n"
+        )
+    one, two = (f"python:{tmp_path / name / 'net.py'}:build" for name in ("one", "two"))
+    assert built(one, inputs=VECTOR).module.out_features == 3
+    assert "'net.py' imports 'same_helper.py', and another" in refusal(two, inputs=VECTOR)
+    (tmp_path / "two" / "same_helper.py").rename(tmp_path / "two" / "another_helper.py")
+    (tmp_path / "two" / "net.py").write_text((tmp_path / "two" / "net.py").read_text().replace("same_", "another_"))
+    assert built(two, inputs=VECTOR).module.out_features == 5
