@@ -21,6 +21,7 @@ MAX_METHOD, MAX_PATH, MAX_NAME = 16, 200, 64  # characters
 CLIENT_LEFT = 499  # the status of a reply that nobody waits for, as nginx has it
 MAX_SHOWN = 4  # steps in a sentence
 DROPPED = "lines of the log were dropped: nobody read them"
+FLUSH_S = 0.2  # for a reader to take the last lines
 MAX_EXCEPTION = 16_384  # characters of a traceback: what a model raises may hold anything
 MILLISECONDS = {step: f"{step}_ms" for step in ("receive", *STEPS, "send", "other")}
 # Not orjson: it refuses lone surrogates, and does not escape U+2028, which some readers take for a line break.
@@ -122,6 +123,7 @@ class StderrHandler(logging.Handler):
         self._poll.register(self._file, select.POLLOUT)
         self._dropped = 0
         self._rest = b""  # of a line that was begun
+        os.register_at_fork(after_in_child=self._forget)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record's line, or drop it."""
@@ -134,6 +136,15 @@ class StderrHandler(logging.Handler):
                 self._write(self.format(record))
         except Exception:
             self.handleError(record)
+
+    def flush(self) -> None:
+        """Write what is left, if it is taken soon: the process may end."""
+        end = time.monotonic() + FLUSH_S
+        while (self._rest or self._dropped) and self._poll.poll(max(1000 * (end - time.monotonic()), 0)):
+            self._catch_up()
+
+    def _forget(self) -> None:
+        self._rest, self._dropped = b"", 0
 
     def _catch_up(self) -> None:
         """Go on with a line that was begun; then say how many were dropped."""

@@ -136,20 +136,30 @@ class CallRecorder:
             asks = function and (not values or "_like#" in function or function.startswith("new_"))
             return not asks and value not in values
 
-        def contains(one: Point, other: Point) -> bool:
-            begun, start = self.orders[one.side], self.orders[other.side]
-            ended, end = (self.orders.get(outputs[each.side], -1) for each in (one, other))
-            return begun < start and end < ended
+        def find_span(point: Point) -> tuple[float, float]:
+            """When the call of an input begins and ends; at once if it raised."""
+            begin = self.orders[point.side]
+            return begin, self.orders.get(outputs[point.side], begin)
+
+        def is_within(inner: tuple[float, float], outer: tuple[float, float]) -> bool:
+            return outer[0] < inner[0] and inner[1] < outer[1]
 
         origins: dict[Point, Point] = {}
         for value, points in enumerate(self._points if self._has_functions else ()):
-            readers = [point for point in points if point.site == "input" and reads(point, value)]
-            for reader in readers:
-                others = (each for each in readers if each.side != reader.side)
-                apart = [each for each in others if not (contains(each, reader) or contains(reader, each))]
-                is_made = points[0].site == "output" or all(contains(points[0], each) for each in (reader, *apart))
-                if apart and is_made:
-                    origins[reader] = points[0]
+            readers = {point: find_span(point) for point in points if point.site == "input" and reads(point, value)}
+            spans = set(readers.values())
+            first_end, last_begin = (
+                min((end for _, end in spans), default=0),
+                max((begin for begin, _ in spans), default=0),
+            )
+            whole = None if points[0].site == "output" else find_span(points[0])
+            for reader, span in readers.items():
+                if (
+                    first_end < span[0] or last_begin > span[1]
+                ):  # another call that is no part of this one, or it of that
+                    apart = [each for each in spans if whole and (each[1] < span[0] or each[0] > span[1])]
+                    if whole is None or all(is_within(each, whole) for each in (span, *apart)):
+                        origins[reader] = points[0]
         return origins
 
     def _record_inputs(self, module: nn.Module, number: int, value: object) -> None:

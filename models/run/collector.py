@@ -265,7 +265,7 @@ class Collector:
                 self._unmade.discard(change.point)
         for tap, interventions in actions.anchors.values():
             if (path := find(tap)) is not None:
-                self._unmade.discard(tap.point)
+                self._unmade -= {tap.point, *(change.point for _, change in interventions)}  # tied: of several names
                 self._check_tensor(tensors[path], tap)
                 self._check_differentiable(tap.point)
                 given = reversed(interventions) if anchors is self._anchors else ()

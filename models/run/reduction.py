@@ -72,6 +72,8 @@ def reduce(captured: RowTensor, reduction: Reduction, length: int | None = None)
 def _reduce_padded(captured: RowTensor, reduction: Reduction, size: int, keeps_padding: bool) -> Tensor:
     """Strip each row of its padding, reduce it, and put entries for single tokens back where these were."""
     letters, indices = dict(enumerate(captured.info.layout or "")), reduction.indices_by_axis
+    if captured.info.row_axis is None:
+        return _combine(_narrow(_cut(captured, reduction, size), reduction), reduction)
     is_pooled = reduction.stats is None and reduction.metric is None
     keeps_axes = is_pooled and not POOLINGS[reduction.pool].by_channel
     if keeps_axes and keeps_padding and not any(letters.get(axis) in indices for axis in captured.info.token_axes):
@@ -89,6 +91,19 @@ def _reduce_padded(captured: RowTensor, reduction: Reduction, size: int, keeps_p
     if not keeps_axes:
         return torch.cat(rows)
     return _combine(RowTensor(captured.concat(rows), captured.info.with_length(size)), reduction)
+
+
+def _cut(captured: RowTensor, reduction: Reduction, size: int) -> RowTensor:
+    """The first tokens of a tensor that is the same for all rows; along an axis with named ones, those that rows keep.
+
+    Nothing else of it depends on the mask, and so on who shares the forward.
+    """
+    letters, value = captured.info.layout or "", captured.value
+    (own,) = captured.list_own_tokens(size)
+    for axis, tokens in own:
+        is_named = letters[axis : axis + 1] in reduction.indices_by_axis
+        value = value.index_select(axis, tokens.to(value.device)) if is_named else value.narrow(axis, 0, size)
+    return RowTensor(value, replace(captured.info, shape=tuple(value.shape)))
 
 
 def apply_reduction(captured: RowTensor, reduction: Reduction) -> ReducedTensor:

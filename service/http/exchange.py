@@ -160,12 +160,12 @@ class Exchange:
         self.facts.reply_bytes += size if self.facts.method != "HEAD" else 0
 
     async def end_work(self, size: int) -> None:
-        """Release the ticket, because the reply is ready; wait for room to send a large one of so many bytes."""
+        """Release the ticket: the reply is ready. One of many bytes waits for room before; then others are refused."""
+        if size > LARGE:
+            self._unsent = await self.engine.unsent.add(size, self)
         if self.ticket is not None:
             self.ticket.release()
             self.ticket = None
-        if size > LARGE:
-            self._unsent = await self.engine.unsent.add(size, self)
 
     def count_taken(self) -> int:
         """Bytes that the client has taken, of this reply and earlier ones on its connection."""

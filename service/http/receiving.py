@@ -112,8 +112,7 @@ async def receive(exchange: Exchange, parse: Parser[P], read_envelope: EnvelopeR
         if at_once and envelope.is_kept:
             parsed = parse(envelope, data, settings)
         else:
-            is_long = len(data) > LONG_JSON and media_type in (JSON, MULTIPART)
-            run = engine.parse_long if is_long else engine.run_in_thread
+            run = engine.parse_long if media_type == JSON and len(data) > LONG_JSON else engine.run_in_thread
             parsed = await run(partial(parse, envelope, data, settings), ticket.deadline)
     finally:
         timings.add_span("parse", started, time.perf_counter())

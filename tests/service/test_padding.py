@@ -55,7 +55,7 @@ def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     # Read again: some buffers are not saved.
     modules = {name: type(saved(name, folder / name)).from_pretrained(folder / name).eval() for name in MODELS}
     specs = (ModelSpec(name, f"transformers:{folder / name}", device="cpu", load="lazy") for name in MODELS)
-    with serve(configured(*specs), deadline_s=120) as live:
+    with serve(configured(*specs), deadline_s=120, check_shared=200) as live:
         yield Server(live, modules)
 
 
@@ -279,3 +279,12 @@ def test_whole_tensors(server: Server, model: str, op: str) -> None:
     told = refused(server, model, [TEXTS[1]], [output], interventions=[edit])
     assert "send [3, 32]" in told
     assert "these have 3 to 13 tokens" in refused(server, model, TEXTS, [output], interventions=[edit])
+
+
+@pytest.mark.parametrize("texts", [TEXTS, TEXTS[::-1], 4 * TEXTS], ids=["short first", "long first", "many"])
+def test_same_for_all_rows(server: Server, texts: list[list[int]]) -> None:
+    """A tensor that no row has of its own is that of the longest text, and tells nobody that rows cross."""
+    found = server.of("bert", texts, "embeddings.position_embeddings")
+    weight = server.modules["bert"].embeddings.position_embeddings.weight
+    np.testing.assert_array_equal(found.reshape(-1, found.shape[-1]), weight[: max(LENGTHS)].detach().numpy())
+    assert "crossing_rows" not in server.live.client.get("/models/bert").json()

@@ -9,81 +9,74 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-PATIENCE_S = 1.0  # a younger reply is cut only if those that wait behind the next one are over the limit too
+PATIENCE_S = 1.0  # how long a reply is not cut
 
 
 class Reader(Protocol):
-    """The peer that a reply is sent to."""
+    """Whoever a reply is sent to."""
 
     def count_taken(self) -> int:
-        """Bytes taken, of this reply and earlier ones."""
+        """Bytes that it has taken, of this reply and of what was sent before."""
 
     def cut(self) -> None:
-        """Stop sending to it."""
+        """Send no more to it."""
 
 
 @dataclass(eq=False)
 class UnsentReply:
-    """A reply that is being sent."""
+    """A reply of so many bytes; ``taken_before`` as its reader counts, ``begun`` in seconds."""
 
-    size: int  # bytes
+    size: int
     reader: Reader
-    taken_before: int  # bytes, as its reader counts
-    begun: float  # seconds
+    taken_before: int
+    begun: float
 
 
 class UnsentReplies:
-    """Bounds the bytes of replies that are being sent, and of those that wait for room. For the event loop only.
+    """Counts the bytes of replies that are being sent. For the event loop only.
 
-    If there is no room for another reply, the one with the slowest reader is cut. ``clock`` is in seconds.
+    Where there is no room for another reply, the one that is taken most slowly is cut. ``clock`` is in seconds.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.used_bytes = 0
-        self._waiting_bytes = 0
         self._limit = limit
         self._clock = clock
         self._replies: list[UnsentReply] = []  # oldest first
-        self._turn = asyncio.Lock()  # the reply that has waited longest is next
-        self._changed = asyncio.Event()
+        self._turn = asyncio.Lock()  # whoever waits longest is next
+        self._removed = asyncio.Event()
 
     async def add(self, size: int, reader: Reader) -> UnsentReply:
-        """Book a reply until ``remove``, after those that wait; one larger than the limit is sent alone."""
-        self._waiting_bytes += size
-        self._changed.set()
-        try:
-            async with self._turn:
-                while self._replies and self.used_bytes + size > self._limit:
-                    await self._make_room(size)
-                reply = UnsentReply(size, reader, reader.count_taken(), self._clock())
-                self._replies.append(reply)
-                self.used_bytes += size
-                return reply
-        finally:
-            self._waiting_bytes -= size
+        """Book a reply until ``remove``, after those that wait; one that is larger than the limit has it alone."""
+        async with self._turn:
+            while self._replies and self.used_bytes + size > self._limit:
+                await self._make_room()
+            reply = UnsentReply(size, reader, reader.count_taken(), self._clock())
+            self._replies.append(reply)
+            self.used_bytes += size
+            return reply
 
     def remove(self, reply: UnsentReply) -> None:
         """Give its bytes back, unless it was cut."""
         if reply in self._replies:
             self._replies.remove(reply)
             self.used_bytes -= reply.size
-            self._changed.set()
+            self._removed.set()
 
-    async def _make_room(self, size: int) -> None:
-        """Cut the slowest reply, or wait until one is old enough to judge or was sent, or too many others wait."""
-        now, hurry = self._clock(), self._waiting_bytes - size > self._limit
-        old = [each for each in self._replies if hurry or now - each.begun >= PATIENCE_S]
+    async def _make_room(self) -> None:
+        """Cut the slowest reply, or wait until one is old enough to tell, or has been sent."""
+        now = self._clock()
+        old = [each for each in self._replies if now - each.begun >= PATIENCE_S]
         if old:
             slowest = min(old, key=self._measure)
             self.remove(slowest)
             slowest.reader.cut()
             return
-        self._changed.clear()
+        self._removed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._replies[0].begun + PATIENCE_S - now):
-                await self._changed.wait()
+                await self._removed.wait()
 
     def _measure(self, reply: UnsentReply) -> float:
         """Bytes a second that its reader has taken."""
-        taken, seconds = reply.reader.count_taken() - reply.taken_before, self._clock() - reply.begun
-        return taken / max(seconds, PATIENCE_S)
+        return (reply.reader.count_taken() - reply.taken_before) / (self._clock() - reply.begun)

@@ -93,8 +93,8 @@ def _find_error(rows: Rows, inputs: ModelInputs) -> InputError | None:
                         f"input '{spec.name}' holds {int(outside[0])}, which is not among its values",
                         hint=f"send whole numbers from {least} to {most}",
                     )
-        text = inputs.text
-        if text is not None and text.mask is not None and not bool(rows[text.mask].any(1).all()):
+        mask = rows.get(inputs.mask or "")
+        if mask is not None and not bool(mask.any(1).all()):
             raise InputError("the mask leaves no token", hint="send 1 for each token that counts")
     except InputError as error:
         return error

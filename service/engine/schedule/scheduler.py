@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,6 +80,7 @@ class Scheduler:
         self._models: dict[str, ScheduledModel] = {}
         self._idle: dict[str, Mapping[str, int]] = {}  # the idle replicas of each model, by device
         self._jobs: set[Job] = set()  # that wait or run
+        self._decodes: dict[str, set[asyncio.Future[ItemAttempts]]] = defaultdict(set)  # by model, that wait or run
         self._tasks: set[asyncio.Future[Any]] = set()  # the loop itself keeps no reference
         # Surveys run beside forwards, in none of their slots: however many wait, these get half of the time at least.
         self._surveys = asyncio.Semaphore(max(slots - 1, 1))
@@ -96,6 +98,7 @@ class Scheduler:
         """Forget a model without waiting or running work."""
         if self._models.pop(key, None) is not None:
             del self._idle[key]
+            self._decodes.pop(key, None)
             self.batcher.remove_model(key)
 
     def is_idle(self, key: str) -> bool:
@@ -107,9 +110,14 @@ class Scheduler:
         """Fail all current and future jobs of a model with an error; None ends this."""
         if (model := self._models.get(key)) is not None:
             model.make_error = make_error
+        if make_error is None:
+            return
         for job in self._jobs:
-            if job.prepared.key.model == key and make_error is not None:
+            if job.prepared.key.model == key:
                 job.fail(make_error())
+        for answer in self._decodes.get(key, ()):
+            if not answer.done():
+                answer.set_exception(make_error())
 
     def _fail(self, model: ScheduledModel, failure: LastingFailure) -> Exception:
         """Refuse the requests of a model, or all if a device has failed; returns the error for them."""
@@ -197,10 +205,12 @@ class Scheduler:
         model.busy += 1
         self._dispatch()
         timer = _expire_at(deadline, answer)
+        self._decodes[key].add(answer)
         try:
             return await answer
         finally:
             timer.cancel()
+            self._decodes.get(key, set()).discard(answer)
             if self.batcher.remove_wait(wait):
                 self._leave(model)
 

@@ -386,3 +386,13 @@ def test_parts_of_attention(part: dict[str, Any]) -> None:
         counted = wanted[:, real[queries]][:, :, real[keys]]
         expected = [counted.mean(), counted.max(), (counted == 0).mean()]
         np.testing.assert_allclose(stats[place].numpy(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("company", [[], [[1, 1, 1, 1, 1, 1]], [[1, 0, 0, 0, 0, 0]], [[0, 0, 1, 1, 1, 1]]])
+def test_tensor_of_no_row(company: list[list[int]]) -> None:
+    """What is the same for all rows is cut to the request's length, whoever's padding shares the forward."""
+    value = torch.arange(12.0).reshape(1, 6, 2)
+    info = TensorInfo((), (1, 6, 2), "float32", row_axis=None, layout=None, token_axes=(1,))
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0], *company]).bool()
+    found = reduce(RowTensor(value, info, mask), Reduction(), 4).values
+    np.testing.assert_array_equal(found.numpy(), value[:, :4].numpy())

@@ -86,25 +86,6 @@ def test_young_replies_are_waited_for() -> None:
     asyncio.run(run())
 
 
-def test_too_many_wait() -> None:
-    """Replies that wait are bounded, too: if those behind the next one are over the limit, young ones are cut."""
-
-    async def run() -> None:
-        replies = UnsentReplies(LIMIT, Clock())
-        first = Peer()
-        await replies.add(80, first)
-        waiting = [asyncio.create_task(replies.add(size, Peer())) for size in (60, 60)]
-        await asyncio.sleep(0)
-        assert first.cuts == []
-        last = asyncio.create_task(replies.add(50, Peer()))
-        await asyncio.wait_for(waiting[0], 10)
-        assert len(first.cuts) == 1
-        for each in waiting[1], last:
-            each.cancel()
-
-    asyncio.run(run())
-
-
 def test_one_larger_than_all() -> None:
     """A reply that is larger than the limit has the room alone."""
 

@@ -51,8 +51,7 @@ class ModelHost:
     @property
     def has_ended(self) -> bool:
         """Whether the process is gone; does not block."""
-        forker = self._forker
-        return forker is None or forker.has_ended
+        return self._forker is None or self._forker.has_ended
 
     def load(self) -> ModelInfo | None:
         """Start the process, wait until it has loaded the model, if it has one to load, and start all workers.
@@ -75,11 +74,16 @@ class ModelHost:
                     raise LoadError(detail, kind="killed") from error
                 raise
 
-    def start_worker(self) -> WorkerProcess:
-        """Start a worker; LoadError if the host is gone, or can't fork."""
+    @property
+    def forker(self) -> Forker | None:
+        """The connection to the process; another one once it is loaded again."""
+        return self._forker
+
+    def start_worker(self, forker: Forker | None = None) -> WorkerProcess:
+        """Start a worker of the process behind a ``forker``, or of the present one; LoadError if it can't."""
         if self._closed:
             raise LoadError(f"model {self.name} is unloaded")
-        forker, pid = self._forker, -1
+        forker, pid = forker or self._forker, -1
         try:
             if forker is None:
                 raise EOFError("the host has ended")

@@ -16,6 +16,7 @@ from layertap.service.engine.execute.processes.wire import Captures, SentResult,
 from layertap.service.engine.execute.processes.worker_decoder import WorkerDecoder
 from layertap.service.engine.execute.processes.worker_pool import WorkerPool
 from layertap.service.engine.execute.processes.worker_process import (
+    KILLED_RETRIES,
     ModelLostError,
     PendingMessage,
     WorkerDiedError,
@@ -57,8 +58,9 @@ class ProcessExecutor(Executor):
             try:
                 outcome: CallOutcome = await self.workers.ask_apart(("call", function), seconds)
             except ModelLostError:
-                if self.workers.lost.is_set():
+                if self.workers.lost.is_set() or deaths == KILLED_RETRIES:
                     raise
+                deaths += 1
             except WorkerDiedError as error:
                 if error.cause == "timeout":
                     raise OverdueError from None

@@ -14,7 +14,7 @@ from typing import Any
 from layertap.models.devices.memory import count_oom_kills
 from layertap.models.errors import LoadError
 from layertap.service.engine.batch import CPU
-from layertap.service.engine.execute.processes.forking import find_cause
+from layertap.service.engine.execute.processes.forking import Forker, find_cause
 from layertap.service.engine.execute.processes.model_host import ModelHost
 from layertap.service.engine.execute.processes.wire import ToWorker
 from layertap.service.engine.execute.processes.worker_process import (
@@ -63,6 +63,7 @@ class WorkerPool:
         self._idle: list[WorkerProcess] = []  # the most recently used comes last, and is taken first
         self._waiting: deque[PendingMessage] = deque()  # for the next worker that is free
         self._apart: set[WorkerProcess] = set()  # workers that answer a single message
+        self._starting = asyncio.Lock()  # one worker of a message after the other
         self._rows_wait = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -104,7 +105,9 @@ class WorkerPool:
     async def ask_apart(self, message: ToWorker, seconds: float) -> Any:
         """As ``ask``, by a worker that is started for this message; it is ended too if this is cancelled."""
         pending = PendingMessage(message, seconds)
-        self._keep(self._answer_apart(pending))
+        if self.lost.is_set():
+            raise ModelLostError
+        self._keep(self._answer_apart(pending, self.host.forker, self.lost))
         return await pending.result
 
     async def restart(self) -> None:
@@ -118,11 +121,14 @@ class WorkerPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await run_in_new_thread(f"end-{self.host.name}", self.host.close)
 
-    async def _answer_apart(self, pending: PendingMessage) -> None:
+    async def _answer_apart(self, pending: PendingMessage, forker: Forker | None, lost: asyncio.Event) -> None:
         """Settle a message by a worker of its own, and end that once it has answered, or its caller has gone."""
-        name, host, lost = self.host.name, self.host, self.lost
+        name, host = self.host.name, self.host
         try:
-            worker = await run_in_new_thread(f"start-{name}", host.start_worker)
+            async with self._starting:
+                if pending.result.done():  # its caller has gone
+                    return
+                worker = await run_in_new_thread(f"start-{name}", partial(host.start_worker, forker))
         except Exception as error:
             is_lost = lost.is_set() or host.has_ended
             pending.settle(ModelLostError() if is_lost else no_worker_error(name, error))
@@ -131,6 +137,8 @@ class WorkerPool:
         if lost.is_set():
             worker.channel.close()
             pending.settle(ModelLostError())
+            with suppress(RuntimeError):
+                await run_in_new_thread(f"end-{name}", partial(host.end_worker, worker.pid))
             return
 
         def end(worker: WorkerProcess, why: Ended, pending: PendingMessage | None, outcome: Any) -> None:
