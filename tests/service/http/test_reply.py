@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from layertap.service.engine.admit.unsent_replies import Reader, UnsentReplies, UnsentReply
 from layertap.service.formats.buffers import view_bytes
 from layertap.service.http.reply import LARGE, PIECE, BuffersResponse
 from tests.server import Live
@@ -120,19 +119,6 @@ def test_client_that_leaves(narrow: Live) -> None:
         assert gauges(narrow)["unsent_bytes"] > REPLY_BYTES
     wait_until(lambda: gauges(narrow)["unsent_bytes"] == 0)
     assert narrow.client.get("/readyz").status_code == 200
-
-
-def test_ready_reply(narrow: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reply that is ready holds neither its model nor its place in the queue while it waits for room."""
-    add, held = UnsentReplies.add, []
-
-    async def note(replies: UnsentReplies, size: int, reader: Reader) -> UnsentReply:
-        held.append((narrow.engine.admission.used_bytes, narrow.engine.manager.list_handles()[0].holders))
-        return await add(replies, size, reader)
-
-    monkeypatch.setattr(UnsentReplies, "add", note)
-    assert len(narrow.client.post("/extract", **REPLY).content) > REPLY_BYTES
-    assert held == [(0, 0)]
 
 
 def test_slow_reader(narrow: Live, caplog: pytest.LogCaptureFixture) -> None:
