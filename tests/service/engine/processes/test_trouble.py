@@ -229,6 +229,26 @@ def test_survey_has_a_process_of_its_own(fatal: Live) -> None:
     assert not read_restarts(fatal, "hangs")
 
 
+def test_survey_given_up_before_it_begins(fatal: Live) -> None:
+    """No process is started for it."""
+    executor = fatal.engine.manager.handles["doomed"].executor
+    assert isinstance(executor, ProcessExecutor)
+    workers = executor.workers
+
+    async def give_up() -> None:
+        before = set(workers.host.workers)
+        async with workers._starting:
+            asking = [asyncio.ensure_future(workers.ask_apart(("decode", []), seconds=60.0)) for _ in range(5)]
+            await asyncio.sleep(0)
+            for each in asking:
+                each.cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(*workers._tasks)
+        assert set(workers.host.workers) == before
+
+    fatal.run(give_up())
+
+
 def read_restarts(live: Live, model: str) -> dict[str, float]:
     """How often workers of a model were replaced, by reason."""
     samples = [
