@@ -82,7 +82,7 @@ class Scheduler:
         self._jobs: set[Job] = set()  # that wait or run
         self._decodes: dict[str, set[asyncio.Future[ItemAttempts]]] = defaultdict(set)  # by model, that wait or run
         self._tasks: set[asyncio.Future[Any]] = set()  # the loop itself keeps no reference
-        # Surveys run beside forwards, in none of their slots: however many wait, these get half of the time at least.
+        # Surveys run beside forwards, in none of their slots.
         self._surveys = asyncio.Semaphore(max(slots - 1, 1))
         self._noted: set[str] = set()  # models whose executors know that rows of theirs wait
 
