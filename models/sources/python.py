@@ -32,6 +32,7 @@ from layertap.models.spec import ModelSpec
 OWN_CODE = f": its own code raised this; {IN_THE_LOG}"
 _FOLDERS: list[str] = []  # that are searched for factories
 _PACKAGES: set[str] = set()  # that were found there
+_FILE_FOLDERS: set[str] = set()  # of factories that are files
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
@@ -147,6 +148,7 @@ def _import_file(path: Path) -> ModuleType:
     if spec is None or not path.is_file():
         detail = f"there is no file {escape(path.name)} for source python:"
         raise LoadError(detail, hint="a relative path is beside the configuration")
+    _FILE_FOLDERS.add(str(path.parent))
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:
@@ -161,10 +163,14 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _comes_from_another(module: ModuleType, file: Path) -> bool:
-    """Whether a module has imported a file beside it by a name that was another file's already."""
+    """Whether a module has imported other code than a file beside it, whose name was another file's already."""
     imported = sys.modules.get(file.stem)
     origin = getattr(imported, "__file__", None)
-    if origin is None or Path(origin).resolve() == file.resolve():
+    if (
+        origin is None
+        or str(Path(origin).parent) not in _FILE_FOLDERS
+        or Path(origin).read_bytes() == file.read_bytes()
+    ):
         return False
     return any(value is imported or getattr(value, "__module__", None) == file.stem for value in vars(module).values())
 

@@ -378,6 +378,8 @@ def test_files_of_one_name(tmp_path: Path) -> None:
     one, two = (f"python:{tmp_path / name / 'net.py'}:build" for name in ("one", "two"))
     assert built(one, inputs=VECTOR).module.out_features == 3
     assert "'net.py' imports 'same_helper.py', and another" in refusal(two, inputs=VECTOR)
+    (tmp_path / "two" / "types.py").write_text("WIDTH = 7\n")  # which nobody gets: Python's own comes first
     (tmp_path / "two" / "same_helper.py").rename(tmp_path / "two" / "another_helper.py")
-    (tmp_path / "two" / "net.py").write_text((tmp_path / "two" / "net.py").read_text().replace("same_", "another_"))
+    code = (tmp_path / "two" / "net.py").read_text().replace("same_", "another_")
+    (tmp_path / "two" / "net.py").write_text(f"from types import SimpleNamespace\n{code}")
     assert built(two, inputs=VECTOR).module.out_features == 5
