@@ -123,7 +123,7 @@ class Call:
     output: CallBoundary
     attention: CallBoundary | None = None  # the weights (N, heads, queries, keys) that it computes
     functions: Mapping[str, Call] = field(default_factory=dict)  # that it calls itself, by name and number, in order
-    attention_sink: CallBoundary | None = None  # what softmax gives to learned sinks, in place of keys
+    attention_sink: CallBoundary | None = None  # what softmax gives to learned sinks instead of keys
     # A function's output is a view of its input; what replaces it no longer shares the input's memory.
     is_view: bool = False
 

@@ -123,7 +123,7 @@ def is_of_export(value: torch.Tensor) -> bool:
 
 
 def to_plain(value: torch.Tensor) -> torch.Tensor:
-    """The same numbers without a graph, a class of their own, or a conjugate or negative that is still to be taken."""
+    """The same numbers as a plain tensor: detached, of class ``Tensor``, without lazy conjugation or negation."""
     plain = value.detach()
     return (plain if is_of_export(plain) else plain.as_subclass(torch.Tensor)).resolve_conj().resolve_neg()
 

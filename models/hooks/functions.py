@@ -58,7 +58,7 @@ def may_call_functions(module: nn.Module) -> bool:
 
 
 class FunctionsCall(RunningCall, TorchFunctionMode):
-    """A call of a module that calls back before and after each of its own functions: ``add#0``, "input" or "output".
+    """A module's call that reports each function that it calls, before and after: ``add#0``, "input" or "output".
 
     ``may_change``: the callback may return replacements. The mode is left while parts run, which have their own. To be
     attached after all other hooks: these would be taken for what the module does.

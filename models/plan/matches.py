@@ -235,14 +235,14 @@ def _no_tensor_error(selector: Selector, layer: Layer, number: int, catalog: Cat
     functions = _find_functions(selector, call)
     if not functions:
         names, hint = [*call.functions][:MAX_PATHS], "GET /models/MODEL/layers?functions=true lists those that do"
-        detail = f"layer {escape(layer.name)} calls no {'such function' if names else 'functions of its own'}"
+        detail = f"layer {escape(layer.name)} calls no {'such function' if names else 'functions itself'}"
         return UnknownLayerError(detail, hint=f"functions here: {', '.join(names)}" if names else hint)
     name = "/".join(filter(None, (layer.name, next(iter(functions)))))
     site = _describe_site(selector, name)
     tensors = [info for each in functions.values() for info in each.get_boundary(selector.site).tensors]
     if not tensors and selector.site in ATTENTION and call.attention is None:
         detail = (
-            f"layer {escape(layer.name)} computes no attention weights of its own, or none of (heads, queries, keys)"
+            f"layer {escape(layer.name)} computes no attention weights itself, or none with axes (heads, queries, keys)"
         )
         return UnknownLayerError(detail, hint=_list_attention(selector, catalog))
     if not tensors and catalog.start:

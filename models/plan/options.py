@@ -222,7 +222,7 @@ def _check_stats(name: str, tap: Tap, reduction: Reduction, sizes_known: bool) -
     info, stats = tap.info, reduction.stats or ()
     others = [each for each in ("pool", "normalize", "dtype") if getattr(reduction, each) != getattr(Reduction(), each)]
     if others:
-        detail = f"'stats' of {name} contradicts '{others[0]}': statistics are float32, in place of the values"
+        detail = f"'stats' of {name} contradicts '{others[0]}': statistics replace the values, as float32"
         yield detail, f"leave {' and '.join(map(repr, others))} out of this entry, or 'stats'"
     if sizes_known and prod(info.shape) == 0:
         yield f"{name}, shape {list(info.shape)}, holds no value", "leave 'stats' out"
@@ -343,7 +343,7 @@ def check_objective(
         hint = f"use one of {', '.join(map(repr, spec.reductions))}" if spec.reductions else "leave it out"
         yield f"objective {kind!r} has no reduction {objective.reduction!r}", hint
     if target is not None and objective.klass is not None:
-        yield "'target' is in place of a class", "give one of them"
+        yield "'target' replaces a class", "give one of them"
     if isinstance(target, tuple) and spec.of_probabilities:
         total = sum(target)
         if not (isfinite(total) and min(target, default=-1.0) >= 0 and abs(total - 1) <= SPREAD):

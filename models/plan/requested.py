@@ -135,7 +135,7 @@ class Selector:
     alias: str | None = None  # the key asked for by ``as``
     function: str | None = None  # that the layer calls: one call of it (``add#0``), or every one (``add``)
     excluded: tuple[tuple[Point, str], ...] | None = None  # points that a glob leaves out, each with the reason
-    layout: str | None = None  # the letters of each tensor's axes, in place of those that the survey found
+    layout: str | None = None  # the letters of each tensor's axes, instead of those that the survey found
 
     @property
     def is_glob(self) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from layertap.models.errors import LoadError, escape, note_cause
-from layertap.models.sources.checkpoints import find_weights, read_checkpoint
+from layertap.models.errors import LoadError, escape
+from layertap.models.sources.checkpoints import find_weights, read_checkpoint, wrap_errors
 from layertap.models.sources.state_dict import load_state_dict
 
 LAYER = "sentence_embedding"
@@ -242,17 +242,9 @@ def _read_json(path: Path) -> Any:
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
-@contextmanager
-def _name_file(name: str, shown: str) -> Iterator[None]:
+def _name_file(name: str, shown: str) -> AbstractContextManager[None]:
     """Turn any exception inside into a LoadError that names the file."""
-    try:
-        yield
-    except LoadError:
-        raise
-    except Exception as error:
-        refusal = LoadError(f"{escape(name)} of {shown} can't be used ({type(error).__name__})", hint=HINT)
-        note_cause(refusal, error)
-        raise refusal from error
+    return wrap_errors(f"{escape(name)} of {shown} can't be used", HINT)
 
 
 def _refuse(shown: str, what: str) -> LoadError:

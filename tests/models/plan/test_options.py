@@ -73,7 +73,7 @@ OBJECTIVES_REFUSED: dict[str, tuple[Objective, str]] = {
     "layer of a class": (Objective(selector=parse_selector("map")), "'logit' takes no 'layer'"),
     "no layer": (Objective("layer"), "needs a layer"),
     "reduction": (Objective("mse", 1, reduction="batchmean"), "has no reduction 'batchmean'; use one of 'mean', 'sum'"),
-    "two targets": (Objective("mse", 1, (0.0, 0.0, 0.0)), "in place of a class"),
+    "two targets": (Objective("mse", 1, (0.0, 0.0, 0.0)), "replaces a class"),
     "no distribution": (Objective("kl_div", target=(0.5, 0.2, 0.1)), "is not a probability distribution"),
     "short target": (Objective("mse", target=(0.5, 0.5)), "has 2 numbers, the model has 3 classes"),
     "class": (Objective(klass=3), "class 3 is out of range; use 0 to 2"),

@@ -127,7 +127,7 @@ REFUSED = {
     "mixer/__class__": ("calls no such function", "functions here"),
     "mixer/split#0[2]": ("the output of 'mixer/split#0' has nothing at '[2]'", "paths here: [0], [1]"),
     "mixer/add#0[0]": ("the output of 'mixer/add#0' is a single tensor", "leave the path out"),
-    "mixer.first/linear": ("calls no functions of its own", "?functions=true"),
+    "mixer.first/linear": ("calls no functions itself", "?functions=true"),
     "mixer/add#0:grad_output": ("needs an objective", "objective"),
     "mixer/add#0:attention": ("the site 'attention' is one of layers", "use 'output' or 'input' or 'grad_output'"),
     "mixer/*": ("matches no layer", "name the function, 'mixer/add'"),
