@@ -160,7 +160,7 @@ class Exchange:
         self.facts.reply_bytes += size if self.facts.method != "HEAD" else 0
 
     async def end_work(self, size: int) -> None:
-        """Release the ticket: the reply is ready. One of many bytes waits for room before; then others are refused."""
+        """Release the ticket, because the reply is ready; one of many bytes first waits for room, and keeps it."""
         if size > LARGE:
             self._unsent = await self.engine.unsent.add(size, self)
         if self.ticket is not None:
