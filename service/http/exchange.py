@@ -280,8 +280,6 @@ class Exchange:
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise errors.BadRequestError("the body broke off")
-        if self._connection is not None:
-            self._connection.unclaimed = 0
         self._body_ended = not message.get("more_body")
         chunk: bytes = message.get("body", b"")
         self.facts.request_bytes += len(chunk)

@@ -43,6 +43,12 @@ class _Requests(HttpToolsProtocol):
         super().on_headers_complete()
         self.headers = []
 
+    def on_body(self, body: bytes) -> None:
+        """Keep a piece of a body; uvicorn bounds that of the request in hand."""
+        super().on_body(body)
+        if not self.pipeline and not self.cycle.response_complete:
+            self.app_state["connection"].unparsed = 0
+
     def on_message_complete(self) -> None:
         """Resume reading, which a long body has paused, so that a client that leaves is noticed."""
         super().on_message_complete()
@@ -69,7 +75,7 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         self._settings, self._metrics = settings, metrics
         self._loop = asyncio.get_running_loop()
         self.exchange: Exchange | None = None  # the request in hand
-        self.unclaimed = 0  # bytes since that began, or since a piece of its body was read
+        self.unparsed = 0  # bytes since that began, or since the last piece of its body
         self._read = b""  # the last bytes of an unfinished head
         self._waits_since = self._loop.time()  # for a request; inf: for none
         self._head: bytes | None = b""  # of a reply, held back; None: the reply has not begun
@@ -110,7 +116,7 @@ class Connection(asyncio.Protocol, asyncio.Transport):
     def begin(self, exchange: Exchange) -> None:
         """Take a request in hand."""
         self.exchange, self._read, self._head = exchange, b"", None
-        self.unclaimed, self._waits_since = 0, math.inf
+        self.unparsed, self._waits_since = 0, math.inf
 
     def end(self, exchange: Exchange) -> None:
         """Let go of a request."""
@@ -121,10 +127,10 @@ class Connection(asyncio.Protocol, asyncio.Transport):
 
     def data_received(self, data: bytes) -> None:
         """Parse what has come, unless too much comes that is not a body: the parser keeps a field until it ends."""
-        if self.unclaimed > self._settings.max_head_bytes:
+        if self.unparsed > self._settings.max_head_bytes:
             self._give_up("head_too_large")
             return
-        self.unclaimed += len(data)
+        self.unparsed += len(data)
         if self.exchange is None:
             self._waits_since = min(self._waits_since, self._loop.time())
             # The parser skips the body of a request that offers another protocol, so the field gets another name.
