@@ -214,16 +214,17 @@ def test_nothing_is_left_of_a_connection(serve: Serve) -> None:
 
     upload = b"POST /extract HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n"
     with serve() as live:
-        before = left()
+        gc.collect()
         gc.disable()
         try:
+            before = left()
             for sent, reset in product((LIVEZ, upload, GET + b"X : a\r\n"), (True, False)):
                 with connect(live) as connection:
                     connection.sendall(sent)
                     assert connection.recv(9) == b"HTTP/1.1 "
                     if reset:
                         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            wait_until(lambda: left() == before)
+            wait_until(lambda: left() <= before)  # of earlier servers some may end meanwhile
         finally:
             gc.enable()
 
