@@ -248,6 +248,22 @@ def test_a_traced_name(load_net: Loader) -> None:
     assert torch.equal(ours(model, x, name)[name], truth[name, 0, (), "output"])
 
 
+# A module may have two names
+
+
+def test_both_names_of_a_tied_module(load_net: Loader) -> None:
+    """Each name of a module stands for all of its calls; ``named_modules`` knows only the first."""
+    model = load_net("Tied")
+    x = rows(model, 2)
+    assert "decode" not in dict(model.module.named_modules())
+    truth = record(model.module, x)
+    found = ours(model, x, "encode#0", "encode#1", "decode#0", "decode#1")
+    assert len(found) == 4
+    for key, values in found.items():
+        layer, _, call = key.partition("#")
+        assert torch.equal(values, truth[layer, int(call), (), "output"])
+
+
 # Compiled modules ignore hooks added later
 
 
