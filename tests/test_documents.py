@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from layertap.models.grammar import SOURCES
+from layertap.models.plan.objectives import OBJECTIVES
+from layertap.models.plan.operations import OPERATIONS
+from layertap.models.plan.poolings import POOLINGS
+from layertap.models.plan.statistics import STATISTICS
+from layertap.models.points import SITES
 from layertap.service.cli.main import app
+from layertap.service.explain.explanation_methods import METHODS
+from layertap.service.formats.table import FORMATS
 from layertap.service.settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -117,3 +125,16 @@ def test_commands() -> None:
         options = {each.opts[0] for each in commands[name].params if each.opts[0].startswith("--")} - {"--help"}
         cells = "\n".join(re.findall(r"^\| ([^|]*) \|", sections[name], re.MULTILINE))
         assert set(re.findall(r"`(--[\w-]+)`", cells)) == options
+
+
+TABLES = {"site": SITES, "op": OPERATIONS, "objective": OBJECTIVES, "pool": POOLINGS, "statistic": STATISTICS}
+TABLES |= {"method": METHODS, "format": FORMATS, "source": SOURCES}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_tables(table: str) -> None:
+    """Whatever a request or a configuration may name stands in code in the reference."""
+    pages = ("http.md", "configuration.md", "command-line.md")
+    text = "\n".join((ROOT / "docs/reference" / page).read_text(encoding="utf-8") for page in pages)
+    named = set(re.findall(r"[\w.-]+", " ".join(IN_CODE.findall(text))))
+    assert set(TABLES[table]) <= named
