@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchvision.models import get_model, get_model_weights, list_models
 
 from layertap.models.errors import LoadError
-from layertap.models.grammar import list_architectures
+from layertap.models.grammar import list_architectures, parse_weights
 from layertap.models.inputs.presets import from_torchvision
 from layertap.models.run.fingerprint import digest_architecture
 from layertap.models.sources.build import BuiltModel, build_model
@@ -259,6 +259,7 @@ REFUSED = [
     ("torchvision:quantized_resnet18", "DEFAULT", "type torchvision:resnet18"),
     ("torchvision:resnet50", "IMAGENET1K_V3", "IMAGENET1K_V2"),
     ("torchvision:resnet50", "no/such/file.pth", "'file.pth'"),
+    ("torchvision:resnet50", f"random:{2**64}", "from 0 to 2**64 - 1"),
     ("torchvision:../resnet50", "random:0", "torchvision:resnet50"),
     ("torchvisoin:resnet50", "random:0", "torchvision:resnet50"),
     ("timm:vit_base_patch16_225", "random:0", "timm:vit_base_patch16_224"),
@@ -295,6 +296,11 @@ def test_refusals_say_what_to_type(source: str, weights: str, words: str) -> Non
 def test_refused_arguments(source: str, args: dict[str, Any], words: str) -> None:
     """What a constructor does not take, or another field decides, is refused with what to type."""
     assert words in refusal(source, args=args, inputs=VECTOR)
+
+
+def test_largest_seed() -> None:
+    """A seed may be as large as torch's."""
+    assert parse_weights(f"random:{2**64 - 1}").seed == 2**64 - 1
 
 
 def test_architectures() -> None:
