@@ -17,7 +17,7 @@ from layertap.models.catalog.sketch import NO_SKETCH
 from layertap.models.catalog.survey import name_input_errors, resize_catalog, survey
 from layertap.models.catalog.trials import is_same_again, run_alone, try_padding
 from layertap.models.devices import memory
-from layertap.models.devices.devices import use_threads
+from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.errors import SelectorError, out_of_memory_error
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import copy_rows, make_noise, make_noise_row
@@ -175,7 +175,10 @@ def find_grad_cam_layer(model: LoadedModel, objective: ResolvedObjective) -> Tap
 def _survey(model: LoadedModel, specs: Sequence[InputSpec], *, functions: bool = False) -> Catalog:
     tower = model.model_inputs.for_shapes(tuple(spec.shape for spec in specs))
     prefix = 0 if tower.tower == "texts" else model.prefix_tokens
-    catalog = survey(model.module, specs, model.forward, model.device, prefix, model.dtype, functions=functions)
+    module, tolerance = model.module, TOLERANCE[model.spec.precision]
+    catalog = survey(
+        module, specs, model.forward, model.device, prefix, model.dtype, functions=functions, tolerance=tolerance
+    )
     traits = model.catalog.traits
     crosses_rows = catalog.crosses_rows or not traits.deterministic or model.catalogs.crossing is not None
     return replace(catalog, crosses_rows=crosses_rows, traits=traits)

@@ -17,7 +17,7 @@ from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.model_catalogs import survey_shape
 from layertap.models.run.model_info import MAX_CATALOGS
-from layertap.models.spec import ModelSpec
+from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import Loader
 from tests.loading import load_model
 from tests.marks import hard, slow
@@ -136,6 +136,16 @@ def test_catalogs_bound(load_fresh_net: Loader) -> None:
     assert model.catalog is own
     kept = [shape for shape in shapes if model.catalogs.get_catalog(shape) is not None]
     assert kept == [shapes[0], *shapes[-(MAX_CATALOGS - 2) :]]
+
+
+def test_rounding_at_another_length() -> None:
+    """Rounding of the model's own precision crosses no rows, at the configured length and at others."""
+    inputs = (InputSpec("x", (8, 4), longest=16),)
+    model = load_model(ModelSpec("rounds", "python:tests.nets:Rounds", device="cpu", dtype="bfloat16", inputs=inputs))
+    x = batch(inputs, 1)["x"].bfloat16()
+    assert not torch.equal(x * 3 / 3, x)  # else nothing is rounded
+    assert not model.catalog.crosses_rows
+    assert not survey_shape(model, ((6, 4),)).crosses_rows
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [slow("float32", 1e-4), slow("bfloat16", 5e-2)])
