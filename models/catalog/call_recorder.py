@@ -1,4 +1,7 @@
-"""CallRecorder: what one forward shows, as flat lists by point: the sides of its calls in order, and their tensors."""
+"""CallRecorder: what one forward shows, as flat lists by point: the sides of its calls in order, and their tensors.
+
+Tensors are kept as sketches, to compare those of two forwards that are never in memory at once.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,21 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Self
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from layertap.models.catalog.axes import ATTENTION, Axes
 from layertap.models.catalog.axis_tracker import AxisTracker
 from layertap.models.catalog.catalog import CallBoundary, TensorInfo
-from layertap.models.catalog.sketch import Sketch
 from layertap.models.devices.devices import dtype_name
 from layertap.models.devices.memory import Forward, Inputs
+from layertap.models.devices.transfer import to_plain, view_bytes
 from layertap.models.hooks import attention
-from layertap.models.hooks.attach import ATTACH, OnModuleCall, list_observed, observe_calls
+from layertap.models.hooks.attach import ATTACH, Modules, OnModuleCall, list_observed, observe_calls
 from layertap.models.hooks.functions import may_call_functions, run_unseen
 from layertap.models.hooks.running_calls import get_version
 from layertap.models.hooks.tensor_tree import Arguments, Path, find_refused, iterate_tensors
@@ -27,6 +32,52 @@ from layertap.models.inputs.noise import QUIET, ROWS
 from layertap.models.points import Point, Site
 
 Shape = tuple[int, ...]
+BINS = 16
+WIDTHS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+MAX_NUMBERS = 2**16  # looked at
+MASK_VALUE = 1e30  # larger numbers, infinities and NaN are marks of what to leave out
+TOLERANCE_INTEGER = 1e-6
+TOLERANCE_FLOAT32 = 5e-3  # rounding makes 1e-6, or 4e-4 where softmax amplifies it
+TOLERANCE_HALF = 0.1  # half precision: enough to tell a row from its neighbour
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A tensor in a few numbers: random projections of its parts, its norm, and a sum of all of its bits.
+
+    ``masked`` counts the numbers that are left out: marks of masked entries, infinities and NaN.
+    """
+
+    bins: tuple[float, ...]
+    norm: float
+    tolerance: float
+    bits: int = 0
+    masked: int = 0
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> Sketch:
+        """The sketch of a tensor of any dtype; what marks a masked entry counts as zero."""
+        plain = to_plain(tensor)
+        real = torch.view_as_real(plain) if plain.is_complex() else plain
+        # Of a large tensor a number in every so many: as telling, and a survey stays a few forwards long.
+        values = real.flatten()[:: 1 + real.numel() // MAX_NUMBERS].to(torch.float32)
+        is_number = values.abs() < MASK_VALUE
+        values = torch.where(is_number, values, 0.0)
+        weights = _make_weights(values.device)[: values.numel()]
+        parts = functional.pad(values * weights, (0, -values.numel() % BINS)).view(-1, BINS).sum(0)
+        norm = float(values.norm(dtype=torch.float64))
+        masked = values.numel() - int(is_number.sum())
+        return cls(tuple(parts.tolist()), norm, _get_tolerance(real.dtype), _sum_bits(real), masked)
+
+    def matches(self, other: Sketch) -> bool:
+        """Whether both are of the same tensor, but for rounding."""
+        limit = other.tolerance * max(other.norm, 1e-6) / BINS**0.5
+        return self.masked == other.masked and all(
+            abs(a - b) <= limit for a, b in zip(self.bins, other.bins, strict=True)
+        )
+
+
+NO_SKETCH = Sketch((), 0.0, 0.0, masked=-1)  # of numbers that nobody looked at: matches no tensor's
 
 
 @dataclass
@@ -61,7 +112,7 @@ class CallRecorder:
         self.refused: dict[Point, str] = {}  # tensors without plain memory, and their kinds
         self.views: set[Point] = set()  # outputs of functions that lie in the memory of their unchanged inputs
         self._module = module
-        self._names = name_modules(module)
+        self._names = Modules(module).names
         self._alone = alone
         self._has_functions = functions
         self._axes = axes
@@ -148,18 +199,13 @@ class CallRecorder:
         for value, points in enumerate(self._points if self._has_functions else ()):
             readers = {point: find_span(point) for point in points if point.site == "input" and reads(point, value)}
             spans = set(readers.values())
-            first_end, last_begin = (
-                min((end for _, end in spans), default=0),
-                max((begin for begin, _ in spans), default=0),
-            )
             whole = None if points[0].site == "output" else find_span(points[0])
             for reader, span in readers.items():
-                if (
-                    first_end < span[0] or last_begin > span[1]
-                ):  # another call that is no part of this one, or it of that
-                    apart = [each for each in spans if whole and (each[1] < span[0] or each[0] > span[1])]
-                    if whole is None or all(is_within(each, whole) for each in (span, *apart)):
-                        origins[reader] = points[0]
+                apart = [
+                    each for each in spans if each[1] < span[0] or each[0] > span[1]
+                ]  # neither is a part of the other
+                if apart and (whole is None or all(is_within(each, whole) for each in (span, *apart))):
+                    origins[reader] = points[0]
         return origins
 
     def _record_inputs(self, module: nn.Module, number: int, value: object) -> None:
@@ -274,11 +320,6 @@ class CallRecorder:
         return self._order
 
 
-def name_modules(module: nn.Module) -> dict[nn.Module, str]:
-    """The modules of a tree with their first names, the root as ``.``: a tied module has several."""
-    return {part: name or "." for name, part in module.named_modules()}
-
-
 def _get_address(tensor: Tensor) -> int:
     """The address of a tensor's storage; 0 if it has no memory."""
     return tensor.untyped_storage().data_ptr()
@@ -292,3 +333,25 @@ def _find_row_axis(shape: Shape, one: Shape | None) -> int | None:
         return None
     grown = [axis for axis, (a, b) in enumerate(zip(one, shape, strict=True)) if a != b]
     return grown[0] if len(grown) == 1 and shape[grown[0]] == ROWS * one[grown[0]] else None
+
+
+def _sum_bits(tensor: Tensor) -> int:
+    """A sum of a tensor's memory, in integers as wide as fit."""
+    memory = view_bytes(tensor)
+    if memory.storage_offset() % WIDTHS[0].itemsize:  # a wider view must begin at a multiple of its width
+        memory = memory.clone()
+    width = next(dtype for dtype in WIDTHS if memory.numel() % dtype.itemsize == 0)
+    return int(memory.view(width).sum(dtype=torch.int64))
+
+
+@lru_cache
+def _make_weights(device: torch.device) -> Tensor:
+    """As many numbers as are looked at, as good as random, and everywhere the same."""
+    weights = torch.arange(1, MAX_NUMBERS + 1, device=device, dtype=torch.float32)  # from 1: that of 0 would be 0
+    return weights.mul_(12.9898).sin_().mul_(43758.5453).frac_()
+
+
+def _get_tolerance(dtype: torch.dtype) -> float:
+    if not dtype.is_floating_point:
+        return TOLERANCE_INTEGER
+    return TOLERANCE_FLOAT32 if dtype.itemsize >= 4 else TOLERANCE_HALF

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog.call_recorder import CallRecorder, name_modules
+from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.taint import MarkedMemory, Taint, find_tensors
 from layertap.models.catalog.trials import has_same_values, try_forward
 from layertap.models.devices.memory import Forward, Inputs
-from layertap.models.hooks.attach import observe_calls
+from layertap.models.hooks.attach import Modules, observe_calls
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors
 from layertap.models.inputs.noise import QUIET, copy_rows, replace_neighbours
 from layertap.models.points import Point, Site
@@ -98,7 +98,7 @@ class TrackedForward(Taint):
         self._shapes: list[tuple[str, tuple[torch.Size, ...]]] = []
         self._calls: list[tuple[str, frozenset[Path]]] = []  # as they end, each with the paths of its tensors
         self._decides_sizes = False
-        self._names = name_modules(module)
+        self._names = Modules(module).names
         own = copy_rows(rows)
         self.marked.mark(own.values())
         with observe_calls(module, partial(self._note_side, "input"), partial(self._note_side, "output")), self:

@@ -23,7 +23,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from layertap.models.catalog.axes import make_axes, name_axes
 from layertap.models.catalog.axis_tracker import AxisTracker
-from layertap.models.catalog.call_recorder import CallRecorder, name_modules
+from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo, Traits, make_calls
 from layertap.models.catalog.row_proof import TrackedForward, prove_rows
 from layertap.models.catalog.trials import find_outputs, try_forward
@@ -31,7 +31,7 @@ from layertap.models.devices import transfer
 from layertap.models.devices.devices import TOLERANCE
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
 from layertap.models.errors import IN_THE_LOG, InputError, describe_error
-from layertap.models.hooks.attach import observe_calls
+from layertap.models.hooks.attach import Modules, observe_calls
 from layertap.models.inputs.noise import copy_row, copy_rows, make_noise
 from layertap.models.points import Point
 from layertap.models.spec import InputSpec
@@ -89,11 +89,8 @@ def survey(
         infos = {point: _find_tokens(info, half_infos.get(point), length) for point, info in infos.items()}
     boundaries = number_patches(alone.make_boundaries(infos, partial(_get_cost, marks)), prefix)
     calls = make_calls(boundaries, alone.views | several.views)
-    names = name_modules(module)
-    layers = [
-        _describe_layer(name or ".", part, calls.get(names[part], ()))
-        for name, part in module.named_modules(remove_duplicate=False)
-    ]
+    modules = Modules(module)
+    layers = [_describe_layer(name, part, calls.get(modules.names[part], ())) for name, part in modules.items()]
     layers.sort(key=lambda layer: layer.calls[0].input.order if layer.calls else math.inf)
     return Catalog(
         {layer.name: layer for layer in layers},
@@ -111,12 +108,13 @@ def resize_catalog(configured: Catalog, module: nn.Module, recorder: CallRecorde
 
     None if the forward of that shape makes other calls, or sizes alone do not tell all.
     """
-    names = name_modules(module)
-    first = {name or ".": names[part] for name, part in module.named_modules(remove_duplicate=False)}
+    modules = Modules(module)
+    if modules.keys() != configured.layers.keys():
+        return None
     seen = recorder.make_boundaries({point: each.info for point, each in recorder.tensors.items()})
     resized: dict[Point, CallBoundary] = {}
     for point, boundary in configured.boundaries.items():
-        other = seen.get(replace(point, layer=first.get(point.layer, "")))
+        other = seen.get(modules.locate(point))
         if other is None or (other.order, other.refused) != (boundary.order, boundary.refused):
             return None
         pairs = list(zip(boundary.tensors, other.tensors, strict=False))
@@ -124,9 +122,7 @@ def resize_catalog(configured: Catalog, module: nn.Module, recorder: CallRecorde
             return None
         tensors = tuple(replace(info, shape=sized.shape) for info, sized in pairs)
         resized[point] = replace(boundary, tensors=tensors)
-    if first.keys() != configured.layers.keys() or not seen.keys() <= resized.keys():
-        return None
-    return configured.with_boundaries(number_patches(resized, prefix))
+    return configured.with_boundaries(number_patches(resized, prefix)) if seen.keys() <= resized.keys() else None
 
 
 def _differ_in_size(info: TensorInfo, other: TensorInfo) -> bool:

@@ -168,15 +168,18 @@ def _label_weights(index: int, weights: Tensor) -> TensorsByPath:
 
 
 class Modules(dict[str, nn.Module]):
-    """The modules of a tree by all of their names, the root as ``.``; a tied module has several."""
+    """The modules of a tree by all of their names, the root as ``.``; a tied module has several.
+
+    ``names``: the first name of each module.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__((name or ".", part) for name, part in root.named_modules(remove_duplicate=False))
-        self._names = {part: name for name, part in reversed(self.items())}
+        self.names = {part: name for name, part in reversed(self.items())}
 
     def locate(self, point: Point) -> Point:
         """The same tensor under its module's first name; of a gradient the point of the value itself."""
-        return replace(point, layer=self._names[self[point.layer]], site=SITES[point.site].value)
+        return replace(point, layer=self.names[self[point.layer]], site=SITES[point.site].value)
 
 
 def attach_tensors(

@@ -11,9 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from layertap.models.catalog.call_recorder import CallRecorder
+from layertap.models.catalog.call_recorder import NO_SKETCH, CallRecorder
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.catalog.sketch import NO_SKETCH
 from layertap.models.catalog.survey import name_input_errors, resize_catalog, survey
 from layertap.models.catalog.trials import is_same_again, run_alone, try_padding
 from layertap.models.devices import memory

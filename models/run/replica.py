@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog.call_recorder import CallRecorder
-from layertap.models.catalog.sketch import Sketch
+from layertap.models.catalog.call_recorder import CallRecorder, Sketch
 from layertap.models.devices.dispatch_mode import disable_compiled_functions
 from layertap.models.errors import LoadError, escape
 from layertap.models.hooks import attach

@@ -15,9 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog.call_recorder import CallRecorder, name_modules
+from layertap.models.catalog.call_recorder import NO_SKETCH, CallRecorder, Sketch
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog
-from layertap.models.catalog.sketch import NO_SKETCH, Sketch
 from layertap.models.catalog.taint import Taint
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
 from layertap.models.hooks.attach import Modules, OnModuleCall, attach_tensors, observe_calls
@@ -169,8 +168,8 @@ def build_catalog(
     """The catalog of the tensors that were the ``same`` in a whole forward and in a resumed one."""
     spent = get_boundary(point, catalog).cost
     rest = max(1.0 - spent, SMALLEST)
-    names = name_modules(module)
-    first = {name or ".": names[part] for name, part in module.named_modules(remove_duplicate=False)}
+    modules = Modules(module)
+    first = {name: modules.names[part] for name, part in modules.items()}
     skipped_calls = {(first[name or "."], number) for name, calls in skipped.items() for number in calls}
     boundaries: dict[Point, CallBoundary] = {}
     cut: set[tuple[str, int]] = set()  # calls of which something is left out: their attention is, too
