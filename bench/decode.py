@@ -28,7 +28,6 @@ from torch import Tensor
 from bench.machine import described
 from bench.serving.pictures import written
 from bench.startup import spread
-from layertap.models.inputs.geometry import compute_resized_size
 from layertap.models.inputs.preprocess import MIN_SCALE, preprocess
 from layertap.models.sources.build import build_model
 from layertap.models.spec import ModelSpec, PreprocessSpec
@@ -79,7 +78,7 @@ def reduced(data: bytes, how: PreprocessSpec, enough: float) -> Picture:
     """A picture decoded at a reduced scale, with sides of at least so many times what it is resized to."""
 
     def least(width: int, height: int) -> tuple[int, int]:
-        wide, high = compute_resized_size(how, width, height)
+        wide, high = how.compute_resized_size(width, height)
         return round(enough * wide), round(enough * high)
 
     return decode_image(data, LIMIT, least)

@@ -1,13 +1,15 @@
-"""Points: which tensor of which call of which layer; the sites of a call, and the axes of a tensor. Needs no torch."""
+"""Points: which tensor of which call of which layer; sites of a call, axes and grids of a tensor. Needs no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt, prod
 from typing import Literal
 
 from layertap.models.errors import escape
 
 Site = Literal["output", "input", "grad_output", "grad_input", "attention", "attention_sink", "attention_grad"]
+Grid = tuple[int, int]  # rows, columns
 # The options that take indices along an axis, and the letter of that axis in a layout.
 AXES = {"channels": "C", "tokens": "T", "heads": "A", "queries": "Q", "keys": "K"}
 # The letters of a layout, which names a tensor's axes in order.
@@ -89,3 +91,11 @@ class Point:
 def format_path(path: tuple[str, ...]) -> str:
     """A path as a selector writes it: ``[out][0]``."""
     return "".join(f"[{key}]" for key in path)
+
+
+def find_grid(tokens: int, known: Grid | None = None) -> Grid | None:
+    """The grid of ``tokens`` patches: the known one if it fits, else a square; None if they form no square."""
+    if known is not None and prod(known) == tokens:
+        return known
+    side = isqrt(max(tokens, 0))
+    return (side, side) if side and side**2 == tokens else None

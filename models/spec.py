@@ -26,6 +26,7 @@ LeftPadding = Literal["as sent", "numbered", "refused"]  # how a model takes pad
 Truncate = Literal["none", "start", "end"]  # what is cut off a text that is too long; "none": it is refused
 Tower = Literal["texts", "pictures"]  # of a model of two towers, by its input
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels of a picture
+Window = tuple[int, int, int, int]  # left, top, width, height
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 Color = tuple[int, int, int]  # red, green, blue, from 0 to 255
 ImageBackend = Literal["auto", "pil", "torchvision"]  # transformers' two kinds of image processor; auto: its own choice
@@ -100,6 +101,61 @@ class PreprocessSpec:
     def changes_pixels(self, decode: Decode) -> bool:
         """Whether this ``decode`` gives other numbers than ``exact`` for some pictures."""
         return {"exact": False, "fast": self.reducible, "device": self.placeable}[decode]
+
+    @property
+    def output_size(self) -> tuple[int, int] | None:
+        """Height and width of every row, or None if they depend on the picture."""
+        size = self.crop or (self.resize if self.letterbox or isinstance(self.resize, tuple) else None)
+        return None if size is None else list_sides(size)
+
+    def compute_resized_size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height of a ``width`` x ``height`` picture after the resize step.
+
+        Check it before resizing: enlarging the short side of a thin picture makes the long side huge.
+        """
+        if self.resize is None:
+            return width, height
+        if self.letterbox is not None:  # the largest of the same ratio, rounded as in ``PIL.ImageOps.contain``
+            high, wide = list_sides(self.resize)
+            if width * high > wide * height:
+                return wide, max(round(height / width * wide), 1)
+            return max(round(width / height * high), 1), high
+        if isinstance(self.resize, tuple):
+            return self.resize[1], self.resize[0]
+        short, long = sorted((width, height))
+        longer = int(self.resize * long / short)
+        return (self.resize, longer) if width <= height else (longer, self.resize)
+
+    def find_window(self, wide: int, high: int) -> Window:
+        """The window of a resized picture that a row has; left and top are negative if it begins outside of it."""
+        size = self.crop if self.letterbox is None else self.resize
+        if size is None:
+            return 0, 0, wide, high
+        height, width = list_sides(size)
+        return self._find_start(wide, width), self._find_start(high, height), width, height
+
+    def _find_start(self, length: int, size: int) -> int:
+        """The start of a centred window, rounded as in torchvision (two ways), transformers or ``ImageOps.pad``."""
+        if self.letterbox is not None:
+            return -round((size - length) / 2)
+        if self.crop_rounding == "floor":
+            return (length - size) // 2
+        return -((size - length) // 2) if size > length else round((length - size) / 2)
+
+    def find_seen_box(self, width: int, height: int) -> Box:
+        """The part of a ``width`` x ``height`` picture that a model sees, in pixels of that picture.
+
+        If the crop is larger than the resized picture, the box extends beyond the picture.
+        """
+        wide, high = self.compute_resized_size(width, height)
+        left, top, across, down = self.find_window(wide, high)
+        scale_x, scale_y = width / wide, height / high
+        return left * scale_x, top * scale_y, (left + across) * scale_x, (top + down) * scale_y
+
+
+def list_sides(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Height and width."""
+    return (size, size) if isinstance(size, int) else size
 
 
 @dataclass(frozen=True)

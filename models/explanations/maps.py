@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import SelectorError
-from layertap.models.inputs.geometry import Grid, find_grid
+from layertap.models.points import Grid, find_grid
 
 Array = NDArray[Any]
 

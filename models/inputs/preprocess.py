@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layertap.models.errors import InputError
-from layertap.models.inputs.geometry import Window, compute_resized_size, find_window, list_sides
-from layertap.models.spec import FOR_TENSORS, Box, Color, Decode, Interpolation, PreprocessSpec
+from layertap.models.spec import FOR_TENSORS, Box, Color, Decode, Interpolation, PreprocessSpec, Window
 
 # The sides of a picture that is decoded smaller are at least this many times those it is resized to. With 1, deviations
 # would be three times as large (docs/explanation/fidelity.md).
@@ -46,7 +45,7 @@ class LibraryProcessor:
     settings: str  # a digest of them
     # RGB image → float32 (channels, height, width); thread-safe, can be pickled.
     run: Callable[[Image.Image], Tensor] = field(compare=False, repr=False)
-    size: tuple[int, int] | None = None  # height and width of every row; None if they depend on the picture
+    output_size: tuple[int, int] | None = None  # height and width of every row; None if they depend on the picture
     background: Color | None = None  # put behind transparent pictures
     nearest: PreprocessSpec | None = None  # our steps that come closest: they bound how far it enlarges
 
@@ -59,7 +58,7 @@ class LibraryProcessor:
         except Exception as error:  # a third party's code raises anything
             detail = f"{self.name} can't take a picture of {image.width} by {image.height} ({type(error).__name__})"
             raise InputError(detail, hint="send one of another size, or a tensor") from error
-        if row.ndim != 3 or self.size not in (None, tuple(row.shape[1:])):
+        if row.ndim != 3 or self.output_size not in (None, tuple(row.shape[1:])):
             raise InputError(f"{self.name} made a row of {list(row.shape)} of this picture", hint="send a tensor")
         return row.contiguous()
 
@@ -119,9 +118,9 @@ def _fit(
     """Resize and crop an image."""
     if spec.resize is None:
         return _cut_window(image, spec)
-    mode, resized = PILLOWS[spec.interpolation], compute_resized_size(spec, *size)
+    mode, resized = PILLOWS[spec.interpolation], spec.compute_resized_size(*size)
     wide, high = resized
-    window = find_window(spec, wide, high)
+    window = spec.find_window(wide, high)
     is_beyond = window[2] > wide or window[3] > high
     is_part = box not in (None, (0, 0, *image.size))
     # Pillow rounds between its two passes, and in this case starts with the other pass.
@@ -171,15 +170,15 @@ def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
     from torchvision.transforms import functional as tvf
 
     if spec.resize is not None:
-        width, height = compute_resized_size(spec, pixels.shape[2], pixels.shape[1])
+        width, height = spec.compute_resized_size(pixels.shape[2], pixels.shape[1])
         pixels = tvf.resize(pixels, [height, width], InterpolationMode(spec.interpolation), antialias=True)
-    left, top, width, height = find_window(spec, pixels.shape[2], pixels.shape[1])
+    left, top, width, height = spec.find_window(pixels.shape[2], pixels.shape[1])
     return normalize(tvf.crop(pixels, top, left, height, width).contiguous(), spec)
 
 
 def _cut_window(image: Image.Image, spec: PreprocessSpec) -> Image.Image:
     """Crop a resized image; a smaller one is padded with black, or with the letterbox's colour."""
-    left, top, width, height = find_window(spec, *image.size)
+    left, top, width, height = spec.find_window(*image.size)
     if (width, height) == image.size:
         return image
     if spec.letterbox is None:
@@ -232,13 +231,5 @@ def compute_least_size(spec: Preprocessing, width: int, height: int) -> tuple[in
     """
     if isinstance(spec, LibraryProcessor) or not spec.reducible:
         return None
-    wide, high = compute_resized_size(spec, width, height)
+    wide, high = spec.compute_resized_size(width, height)
     return MIN_SCALE * wide, MIN_SCALE * high
-
-
-def compute_output_size(spec: Preprocessing) -> tuple[int, int] | None:
-    """Height and width of every row, or None if they depend on the image."""
-    if isinstance(spec, LibraryProcessor):
-        return spec.size
-    size = spec.crop or (spec.resize if spec.letterbox or isinstance(spec.resize, tuple) else None)
-    return None if size is None else list_sides(size)

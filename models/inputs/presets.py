@@ -18,9 +18,8 @@ from PIL import Image
 from torch import Tensor
 
 from layertap.models.errors import escape
-from layertap.models.inputs.geometry import list_sides
 from layertap.models.inputs.preprocess import PILLOWS, LibraryProcessor, Preprocessing, preprocess
-from layertap.models.spec import Color, Interpolation, PreprocessSpec
+from layertap.models.spec import Color, Interpolation, PreprocessSpec, list_sides
 
 TOLERANCE = 0.02  # of an 8-bit step: allows float32 rounding, but no different pixel
 SIDE = 224  # of pictures for a processor whose target size is unknown
@@ -134,7 +133,7 @@ def _choose(processor: LibraryProcessor) -> Preprocessing | str:
     if not all(_is_same(*each) for each in zip(rows, again, strict=True)):
         return "makes other rows of the same picture each time"
     sizes = {(row.shape[1], row.shape[2]) for row in rows if row is not None}
-    return replace(processor, size=sizes.pop() if len(sizes) == 1 else None)
+    return replace(processor, output_size=sizes.pop() if len(sizes) == 1 else None)
 
 
 def _is_same(row: Tensor | None, other: Tensor | None) -> bool:

@@ -11,11 +11,10 @@ from operator import itemgetter
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import LayertapError, SelectorError
-from layertap.models.inputs.geometry import find_grid
 from layertap.models.plan.objectives import OBJECTIVES
 from layertap.models.plan.plan import Capture, ResolvedObjective, Tap, get_boundary
 from layertap.models.plan.requested import Objective, Reduction
-from layertap.models.points import Point, Site
+from layertap.models.points import Point, Site, find_grid
 from layertap.models.run.batch_slices import RequestSlice
 from layertap.models.run.extractor import FeatureExtractor
 

@@ -18,7 +18,7 @@ from layertap.models.errors import LoadError, escape, find_nearest, label_failur
 from layertap.models.grammar import SOURCES, WeightsSource, not_installed_error, parse_source, parse_weights
 from layertap.models.inputs.model_inputs import TextSpec
 from layertap.models.inputs.noise import check_examples
-from layertap.models.inputs.preprocess import Preprocessing, compute_output_size
+from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.labels import Labels, Outputs
 from layertap.models.sources.adapters import merge_adapter
 from layertap.models.sources.checkpoints import StateDict, read_checkpoint, wrap_errors
@@ -207,7 +207,7 @@ def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:
 
 def _choose_preprocessing(built: BuiltModel, wanted: PreprocessSpec, *, fixed: bool) -> BuiltModel:
     index = next((number for number, each in enumerate(built.inputs) if built.two_towers and len(each.shape) == 3), 0)
-    picture, size = built.inputs[index], compute_output_size(wanted)
+    picture, size = built.inputs[index], wanted.output_size
     shown = f"input {escape(picture.name)}"
     if len(picture.shape) != 3:
         detail = f"preprocess makes images, and {shown} takes {len(picture.shape)} axes an item"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from layertap.models.errors import LoadError
 from layertap.models.inputs.model_inputs import Encode, TextSpec
-from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing, compute_output_size
+from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing
 from layertap.models.inputs.presets import SIDE, choose_preprocessing, from_transformers
 from layertap.models.sources.checkpoints import wrap_errors
 from layertap.models.sources.sentence_head import SentenceFolder
@@ -227,7 +227,7 @@ def _split_towers(module: Any) -> bool:
 def _get_picture_shape(config: Any, pictures: Preprocessing | str, shown: str) -> tuple[int, ...]:
     configs = (getattr(config, "vision_config", None), config)
     vision = next((each for each in configs if getattr(each, "image_size", None) is not None), None)
-    side: Any = None if isinstance(pictures, str) else compute_output_size(pictures)
+    side: Any = None if isinstance(pictures, str) else pictures.output_size
     side = side or (vision.image_size if vision is not None else None)
     if side is None and isinstance(pictures, LibraryProcessor):  # rows are as large as pictures: take any size
         side = list(pictures.make_row(Image.new("RGB", (SIDE, SIDE))).shape[1:])

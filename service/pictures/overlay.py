@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from layertap.models.inputs.geometry import find_seen_box
 from layertap.models.spec import Box, PreprocessSpec
 from layertap.service.inputs.images import decode_image
 from layertap.service.pictures.colormaps import Scale, find_scale
@@ -61,7 +60,7 @@ class SentPicture:
         scale = float(int(scale)) if scale > 1 else scale
         resampling = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX
         image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), resampling)
-        seen = find_seen_box(self.spec, *picture.size)
+        seen = self.spec.find_seen_box(*picture.size)
         across, down = image.width / picture.size[0], image.height / picture.size[1]
         box = (seen[0] * across, seen[1] * down, seen[2] * across, seen[3] * down)
         return Original(image, box), prod(picture.size)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.models.inputs.geometry import Grid, find_grid
+from layertap.models.points import Grid, find_grid
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]

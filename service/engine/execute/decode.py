@@ -20,7 +20,6 @@ from layertap.models.catalog.row_tensor import to_floating
 from layertap.models.devices.devices import DTYPES
 from layertap.models.devices.memory import is_out_of_memory
 from layertap.models.errors import InputError, TooLargeError
-from layertap.models.inputs.geometry import compute_resized_size
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.inputs.preprocess import Preprocessing, compute_least_size, make_row, normalize
 from layertap.models.spec import InputSpec, PreprocessSpec
@@ -172,7 +171,7 @@ def _fit_pixels(item: ArraysItem, inputs: ModelInputs, settings: Settings) -> Ro
 def _check_resized(how: Preprocessing, limit: int, width: int, height: int) -> None:
     """TooLargeError for a picture that would be too large once resized, in either orientation."""
     spec = how if isinstance(how, PreprocessSpec) else how.nearest
-    pixels = prod(compute_resized_size(spec, width, height)) if spec is not None else 0
+    pixels = prod(spec.compute_resized_size(width, height)) if spec is not None else 0
     if pixels > limit:
         raise TooLargeError(
             f"the picture would be resized to {pixels} pixels, the limit is {limit}",

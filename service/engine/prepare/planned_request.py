@@ -9,7 +9,6 @@ from functools import cached_property
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.plan import Plan
 from layertap.models.run import fingerprint, verification
@@ -69,7 +68,7 @@ class PlannedRequest:
         its batches are as large as memory allows (unless the request sets ``decode_with_batch``).
         """
         preprocess = self.inputs.preprocess
-        is_sized = preprocess is not None and compute_output_size(preprocess) is not None
+        is_sized = preprocess is not None and preprocess.output_size is not None
         is_known = is_sized and self.shapes == self.catalog_shapes and not self.apart
         if not is_known or not self.handle.executor.decodes_batches:
             return False

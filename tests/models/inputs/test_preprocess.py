@@ -19,12 +19,10 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as tvf
 
 from layertap.models.inputs.device_decoder import DeviceDecoder, create_device_decoder, matches_cpu
-from layertap.models.inputs.geometry import compute_resized_size, find_seen_box
 from layertap.models.inputs.preprocess import (
     PILLOWS,
     LibraryProcessor,
     compute_least_size,
-    compute_output_size,
     make_row,
     normalize_batch,
     preprocess,
@@ -58,7 +56,7 @@ def test_equals_torchvision_bit_for_bit(spec: PreprocessSpec, image: Image.Image
     assert torch.equal(result, BY_SPEC[spec].transforms()(image))
     assert result.dtype == torch.float32
     assert result.is_contiguous()
-    assert compute_output_size(spec) in (None, tuple(result.shape[1:]))
+    assert spec.output_size in (None, tuple(result.shape[1:]))
 
 
 def test_every_image_preset_is_converted_and_no_other() -> None:
@@ -123,8 +121,8 @@ def test_letterbox(resize: int | tuple[int, int], size: tuple[int, int]) -> None
     box = (resize, resize) if isinstance(resize, int) else resize[::-1]
     wanted = ImageOps.pad(noise(*size), box, color=(114, 7, 200))
     assert torch.equal(preprocess(noise(*size), spec), tvf.to_tensor(wanted))
-    assert compute_output_size(spec) == box[::-1]
-    left, upper, right, lower = find_seen_box(spec, *size)
+    assert spec.output_size == box[::-1]
+    left, upper, right, lower = spec.find_seen_box(*size)
     assert max(left, upper) <= 0
     assert all(end >= side - 1 for end, side in zip((right, lower), size, strict=True))
 
@@ -181,7 +179,7 @@ def test_only_the_crop_is_resized(size: tuple[int, int], interpolation: Interpol
     """Rows and columns that no crop keeps are left out; the bits are those of a whole picture, or, fast, nearly."""
     for resize, crop in STEPS:
         spec = replace(PLAIN, resize=resize, crop=crop, interpolation=interpolation)
-        if max(compute_resized_size(spec, *size)) > 3000:
+        if max(spec.compute_resized_size(*size)) > 3000:
             continue
         assert steps_apart(size, spec, fast=False).max() == 0
         apart = steps_apart(size, spec, fast=True)

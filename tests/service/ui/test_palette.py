@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layertap.models.inputs.geometry import find_seen_box
 from layertap.models.spec import PreprocessSpec
 from layertap.service.pictures.colormaps import DIVERGING, NOT_FINITE, SEQUENTIAL
 from tests.server import Live
@@ -58,6 +57,6 @@ def test_seen(shown: Live, open_page: Open) -> None:
     opened = open_page(shown.url)
     for spec, (width, height) in product(SPECS, [(640, 480), (333, 517), (20, 21), (31, 90), (40, 40)]):
         body = {"resize": spec.resize, "crop": spec.crop}
-        left, top, right, bottom = find_seen_box(spec, width, height)
+        left, top, right, bottom = spec.find_seen_box(width, height)
         wanted = [left / width, top / height, (right - left) / width, (bottom - top) / height]
         assert call(opened, "seen", "findSeen", body, width, height) == pytest.approx(wanted, abs=1e-9)
