@@ -1,18 +1,12 @@
-"""The syntax of sources, weights and devices in a configuration, and the mistakes that can be found without torch.
-
-An entry that would load is never refused: if a mistake can't be detected from outside, none is reported.
-"""
+"""The syntax of sources, weights and devices in a configuration; importable without torch."""
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path, PureWindowsPath
+from typing import Any
 
 from layertap.models.errors import AbsentError, LoadError, escape, find_nearest, label_failures, suggest
 
@@ -22,11 +16,6 @@ CHECKPOINT_HINT = (
     "an index of shards, a folder with a slash at its end, or random:SEED"
 )
 ADAPTER_CONFIG = "adapter_config.json"
-MIN_ARCHITECTURES = 10  # fewer names in a library's files: it registers them elsewhere
-NAMED = re.compile(r'^@register_model\(name="([^"]+)"\)', re.MULTILINE)
-DECORATED = re.compile(r"^@register_model\b(?:.*\n)+?def (\w+)", re.MULTILINE)
-RENAMED = re.compile(r"^register_model_deprecations\(__name__, \{(.*?)^\}", re.MULTILINE | re.DOTALL)
-OLD_NAME = re.compile(r"['\"](\w+)['\"]\s*:")
 
 
 @dataclass(frozen=True)
@@ -35,12 +24,13 @@ class ModelSource:
 
     example: str  # of the syntax
     module: str  # imported on first use; its ``build(ident, spec)`` returns a BuiltModel
-    # LoadError for mistakes that can be found without torch, from the ident and the folders of factories.
-    check: Callable[[str, Sequence[Path]], None] | None = None
-    extra: str | None = None  # the library, and the extra of this package, that it needs
+    library: str = ""  # the library that it needs, which the extra of that name installs
     # The path that an ident is or begins with; empty if there is none.
     find_path: Callable[[str], str] = lambda ident: ""
+    has_tags: bool = False  # after a dot in the name of an architecture
     downloads: bool = False  # weights that are neither a file nor a seed come from the network, architectures by name
+    runs_code: bool = False  # of the operator's, which may register architectures
+    has_image_options: bool = False  # its library has a choice of image processors, and of positions for other sizes
 
     def show(self, ident: str) -> str:
         """The ident, safe to show: only the last part of a path, without ``.py``."""
@@ -152,21 +142,12 @@ def not_installed_error(library: str) -> AbsentError:
     return AbsentError(f"{library} is not installed here", hint=f'type pip install "layertap[{library}]"')
 
 
-@cache
-def list_architectures(library: str, files: str = "**/*.py") -> frozenset[str]:
-    """The architectures that a library's files register, read without importing it; empty if unknown.
-
-    ``files`` "*.py" selects torchvision's for image classification: its others are in subfolders.
-    """
-    package = find_spec(library)
-    if package is None or package.origin is None:
-        return frozenset()
-    names: set[str] = set()
-    for file in (Path(package.origin).parent / "models").glob(files):
-        text = file.read_text(encoding="utf-8", errors="replace")
-        names.update(NAMED.findall(text), DECORATED.findall(text))
-        names.update(name for block in RENAMED.findall(text) for name in OLD_NAME.findall(block))
-    return frozenset(names) if len(names) >= MIN_ARCHITECTURES else frozenset()
+def import_library(name: str) -> Any:
+    """Import an optional library; AbsentError if it is not installed. By name: type checkers are slow on some."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise not_installed_error(name) from error
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -177,66 +158,30 @@ def refuse_adapter(folder: Path) -> None:
         raise AbsentError(f"{shown} holds a PEFT adapter, which is no model by itself", hint=hint)
 
 
-def _check_architecture(ident: str, folders: Sequence[Path], library: str) -> None:
-    """LoadError if a library has no architecture of that name (without its tag), AbsentError for a missing folder."""
-    if SOURCES[library].find_path(ident):
-        _check_directory(ident, folders)
-        return
-    name = ident.partition(".")[0] if library == "timm" else ident  # only timm has tags
-    names = list_architectures(library)
-    if names and name not in names:
-        raise unknown_name_error(library, ident, sorted(names))
-
-
-def _check_directory(ident: str, folders: Sequence[Path]) -> None:
-    """AbsentError if there is no directory in the hub's layout, or in the older sentence-transformers layout."""
-    if not any((Path(ident) / name).is_file() for name in ("config.json", "modules.json")):
-        refuse_adapter(Path(ident))
-        raise AbsentError(f"there is no directory with a config.json at {ident}")
-
-
-def check_factory(ident: str, folders: Sequence[Path]) -> None:
-    """LoadError if a factory's syntax is wrong, AbsentError if its package or file is missing."""
-    name, _ = parse_factory(ident)
-    package = name.partition(".")[0]
-    if is_file(name):
-        if not Path(name).is_file():
-            raise AbsentError(f"there is no file {name}")
-    elif (
-        package not in sys.modules
-        and not PathFinder.find_spec(package, [*map(str, folders)])
-        and not find_spec(package)
-    ):
-        shown = ", ".join(dict.fromkeys(map(str, folders)))
-        raise AbsentError(f"there is no Python module {escape(package)} in {shown}, nor is it installed")
-
-
 SOURCES: dict[str, ModelSource] = {
     "torchvision": ModelSource(
-        "torchvision:ARCH",
-        "layertap.models.sources.torchvision",
-        partial(_check_architecture, library="torchvision"),
-        downloads=True,
+        "torchvision:ARCH", "layertap.models.sources.torchvision", library="torchvision", downloads=True
     ),
     "timm": ModelSource(
         "timm:ARCH",
         "layertap.models.sources.timm",
-        partial(_check_architecture, library="timm"),
-        extra="timm",
+        library="timm",
         find_path=lambda ident: ident if ident.endswith("/") else "",
+        has_tags=True,
         downloads=True,
     ),
     "transformers": ModelSource(
         "transformers:PATH",
         "layertap.models.sources.transformers",
-        _check_directory,
-        extra="transformers",
+        library="transformers",
         find_path=str,
+        has_image_options=True,
     ),
     "python": ModelSource(
         "python:package.module:factory",
         "layertap.models.sources.python",
-        check_factory,
         find_path=lambda ident: name if is_file(name := ident.rpartition(":")[0]) else "",
+        runs_code=True,
     ),
 }
+LIBRARIES = frozenset(filter(None, (source.library for source in SOURCES.values())))

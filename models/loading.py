@@ -51,7 +51,6 @@ from layertap.models.run.replica import (
 )
 from layertap.models.run.row_check import CrossingRows, read_note
 from layertap.models.sources import build
-from layertap.models.sources.embeddings import Choice, find_known_embeddings
 from layertap.models.sources.state_dict import digest_weights
 from layertap.models.spec import DType, EmbeddingSpec, ModelSpec
 
@@ -141,12 +140,12 @@ def load_model(
                 forward.settle()
         forward.begin()
         row = next(iter(make_row().values()))
-        choices, classifier = (built.embeddings, False) if built.embeddings else find_known_embeddings(module, row)
+        known = (built.embeddings, False) if built.embeddings else build.find_known_embeddings(module, row)
         forward.restore(thorough=True)
     return replace(
         model,
         memory_bytes=memory.count_module_bytes(module),
-        model_embedding=_find_embedding(model, choices, classifier),
+        model_embedding=_find_embedding(model, *known),
         labels=choose_labels(spec.labels, built.labels, count_classes(model.catalog)),
         replicas=_create_replicas(model, replicas if device.type == "cpu" else streams),
     )
@@ -237,7 +236,7 @@ def _refuse_unfit_inputs() -> Iterator[None]:
 
 
 @label_failures("embedding")
-def _find_embedding(model: LoadedModel, choices: Sequence[Choice], classifier: bool) -> ModelEmbedding | None:
+def _find_embedding(model: LoadedModel, choices: Sequence[build.Choice], classifier: bool) -> ModelEmbedding | None:
     """The configured embedding, which must be usable, else the one known of the class; None if there is none.
 
     For two towers: the output of the first, which the second has too.

@@ -13,7 +13,7 @@ from layertap.models.plan.options import check_channels, check_need, raise_first
 from layertap.models.plan.requested import Embedding, Reduction, Selector
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.points import format_path
-from layertap.models.sources.embeddings import Choice
+from layertap.models.sources.build import Choice
 from layertap.models.spec import EmbeddingSpec, Pool
 
 HEAD = "what the head over classes takes"

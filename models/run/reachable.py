@@ -27,13 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.devices.transfer import view_bytes
-from layertap.models.grammar import SOURCES
+from layertap.models.grammar import LIBRARIES
 from layertap.models.hooks.tensor_tree import find_refused
 
 BUDGET, OBJECT_COST = 2**33, 2**14  # bytes that are read at most; each object counts as so many
 SCALARS = frozenset({type(None), bool, int, float, complex, type(...), type(NotImplemented)})
 # Libraries whose versions do not count: probes find one that computes something else.
-PROBED = frozenset({"layertap", "torch", "numpy", *SOURCES, *sys.stdlib_module_names})
+PROBED = frozenset({"layertap", "torch", "numpy", *LIBRARIES, *sys.stdlib_module_names})
 # Modules of Python whose objects hold no numbers; a graph of FX holds those of the code that is beside it.
 HARMLESS = ("_thread.", "threading.", "logging.", "concurrent.futures.", "_abc.", "torch._dynamo.", "torch.fx.graph.")
 BY_NAME = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme, torch.finfo, torch.iinfo)

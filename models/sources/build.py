@@ -11,25 +11,24 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, find_nearest, label_failures, suggest
-from layertap.models.grammar import SOURCES, WeightsSource, not_installed_error, parse_source, parse_weights
+from layertap.models.grammar import SOURCES, WeightsSource, parse_source, parse_weights
 from layertap.models.inputs.model_inputs import TextSpec
 from layertap.models.inputs.noise import check_examples
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.labels import Labels, Outputs
-from layertap.models.sources.adapters import merge_adapter
 from layertap.models.sources.checkpoints import StateDict, read_checkpoint, wrap_errors
-from layertap.models.sources.embeddings import Choice
-from layertap.models.sources.state_dict import LoadReport, load_state_dict
-from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.models.sources.state_dict import LoadReport, load_state_dict, merge_adapter
+from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec, PreprocessSpec
 
 FLOAT_BITS = 32  # torchvision and timm construct modules in float32
 WEIGHTS_HINT = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"
 DOWNLOAD_HINT = "give a .safetensors path, or random:SEED"
 CLASS_TOKENS = frozenset({"class_token", "cls_token", "class_embedding", "distillation_token", "register_tokens"})
+Choice = tuple[EmbeddingSpec, str, bool]  # an embedding, the reason for it, and whether it is only a guess
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -79,7 +78,7 @@ def build_model(spec: ModelSpec) -> BuiltModel:
     Raises LoadError if the source, the architecture, the weights or the preprocessing is unknown or does not fit.
     """
     source, ident = parse_source(spec.source)
-    if source is not SOURCES["transformers"] and (spec.interpolate_pos_encoding or spec.image_backend != "auto"):
+    if not source.has_image_options and (spec.interpolate_pos_encoding or spec.image_backend != "auto"):
         hint = "leave them out, or type source: transformers:PATH"
         raise LoadError("image_backend and interpolate_pos_encoding are of transformers' models", hint=hint)
     # The module's name comes from our table, never from a configuration or a request.
@@ -93,6 +92,19 @@ def build_model(spec: ModelSpec) -> BuiltModel:
     built = _apply_configuration(built, spec)
     built.module.cpu().train(spec.mode == "train").requires_grad_(False)
     return built
+
+
+def find_known_embeddings(module: nn.Module, row: Tensor) -> tuple[list[Choice], bool]:
+    """Where a module's class has its embedding, most reliable first, and whether its output is class scores.
+
+    None are known unless it is or derives from a known library's class. ``row`` is a batch of one; forwards run on one
+    thread.
+    """
+    libraries = [base.__module__.partition(".")[0] for base in type(module).__mro__]
+    modules = {source.library: source.module for source in SOURCES.values()}
+    module_name = next((modules[each] for each in libraries if each in modules), None)
+    found: tuple[list[Choice], bool] = ([], False)
+    return found if module_name is None else import_module(module_name).find_embeddings(module, row)
 
 
 def construct_module(
@@ -129,14 +141,6 @@ def refuse_named_weights(weights: WeightsSource, shown: str, hint: str = WEIGHTS
     """LoadError for weights of a name other than DEFAULT."""
     if weights.is_named and weights.label != "DEFAULT":
         raise LoadError(f"{shown} has no weights named {escape(weights.label)}", hint=hint)
-
-
-def import_library(name: str) -> Any:
-    """Import an optional library; AbsentError if it is not installed. By name: type checkers are slow on some."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise not_installed_error(name) from error
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from layertap.models.errors import IN_THE_LOG, LoadError, escape, find_nearest, label_failures, suggest
-from layertap.models.grammar import SOURCES, is_file, parse_factory, parse_weights
+from layertap.models.grammar import LIBRARIES, get_base_name, is_file, parse_factory, parse_weights
 from layertap.models.sources.build import (
     BuiltModel,
     construct_module,
@@ -46,7 +46,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         raise LoadError("source python: can't tell what the model takes", hint=hint)
     weights = parse_weights(spec.weights)
     refuse_named_weights(weights, "a python: factory")
-    name = SOURCES["python"].show(ident)
+    name = spec.shown_source.partition(":")[2]
     shown = f"the factory {escape(name)}"
     factory = partial(_call_factory, ident, spec.args, shown)
     module, report = construct_module(spec, shown, factory, read_weights(spec))
@@ -102,7 +102,7 @@ def _import_factory(name: str, factory: str) -> Callable[..., Any]:
     attribute = getattr(loaded, factory, None)
     if not callable(attribute):
         matches = find_nearest(factory, vars(loaded), 3)
-        shown = SOURCES["python"].show(f"{name}:{factory}").rpartition(":")[0]
+        shown = get_base_name(name).removesuffix(".py")
         hint = suggest(tuple(f"python:{shown}:{match}" for match in matches))
         raise LoadError(f"Python module {escape(shown)} has no factory {escape(factory)}", hint=hint)
     return attribute  # type: ignore[no-any-return]
@@ -121,7 +121,7 @@ def _import_module(name: str) -> ModuleType:
     package = name.partition(".")[0]
     sys.path.extend(folder for folder in _FOLDERS if folder not in sys.path)
     try:
-        is_free = package not in sys.modules and package not in sys.stdlib_module_names and package not in SOURCES
+        is_free = package not in sys.modules and package not in sys.stdlib_module_names and package not in LIBRARIES
         if is_free and (spec := _find_package(package)) is not None:
             _PACKAGES.add(package)
             _execute(spec)

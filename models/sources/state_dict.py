@@ -1,11 +1,13 @@
-"""Load state dicts into modules, and compare the loaded weights with the given ones, bit for bit."""
+"""Load state dicts and PEFT's adapters into modules, and compare the weights with the given ones, bit for bit."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,16 +18,28 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from layertap.models.devices.transfer import view_bytes
+from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, find_nearest, format_names, label_failures
-from layertap.models.sources.adapters import insert_adapter, list_adapter_names, make_unmerged_error
-from layertap.models.sources.checkpoints import StateDict, fit_names
+from layertap.models.grammar import ADAPTER_CONFIG, import_library
+from layertap.models.sources.checkpoints import StateDict, fit_names, read_checkpoint, wrap_errors
 
 MAX_NAMES = 100  # in a report
 MAX_COMPARED_NAMES = 20  # missing names that are compared: it takes time
 FIT_HINT = "for another variant give its constructor's arguments by args:, or type python:package.module:factory"
 STRICT_HINT = "type strict: false to take what fits; missing ones are then as random:0 draws them"
-Tensors = Mapping[str, Tensor]
 TIE_HINT = "give weights that were saved from this architecture, or a factory whose model does not share the tensor"
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_KINDS = ("LORA", "IA3", "LOHA", "LOKR", "OFT")  # the PEFT types that can be merged into weights
+ADAPTER_NAME = "default"  # PEFT's name for an unnamed adapter
+ADAPTER_PREFIX = "base_model.model."
+BASE_HINT = (
+    "source, args and weights are those of the model that it was trained beside: its adapter_config.json names it"
+)
+UNMERGED_HINT = (
+    "type adapter: FOLDER of the adapter_config.json that the training saved, or write one with its "
+    "peft_type, r, lora_alpha and target_modules; or save what PEFT's merge_and_unload() returns"
+)
+Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -78,9 +92,12 @@ def load_state_dict(
     """
     wanted, shown = module.state_dict(keep_vars=True), escape(label)
     state = fit_names(tensors if isinstance(tensors, StateDict) else StateDict(tensors), wanted.keys())
-    if adapted := list_adapter_names(state.keys() - wanted.keys()):
+    others = sorted(state.keys() - wanted.keys())
+    if adapted := [name for name in others if re.search(r"(^|\.)(base_layer(\.|$)|lora_)", name)]:
         if not adapter:
-            raise make_unmerged_error(adapted, label)
+            names = format_names([*map(escape, adapted)])
+            detail = f"{shown} has a LoRA adapter that is not merged ({names}), and not its lora_alpha"
+            raise LoadError(detail, hint=UNMERGED_HINT)
         with insert_adapter(module, Path(adapter)):
             report = load_state_dict(module, tensors, label, min_bits, classes=classes, strict=strict)
         return replace(report, adapter=Path(adapter).name)
@@ -101,6 +118,45 @@ def load_state_dict(
     return LoadReport(state.key, state.prefix, tuple(missing), tuple(left_over), state.unread)
 
 
+@label_failures("weights")
+def merge_adapter(module: nn.Module, folder: Path) -> None:
+    """Merge a folder's adapter into a module's weights with PEFT; LoadError if it can't be merged or does not fit."""
+    shown = escape(folder.name)
+    file = next((folder / name for name in ADAPTER_FILES if (folder / name).is_file()), None)
+    if file is None:
+        hint = f"it takes one of {', '.join(ADAPTER_FILES)}"
+        raise LoadError(f"adapter {shown} holds no {ADAPTER_FILES[0]}", hint=hint)
+    state = read_checkpoint(file)
+    with insert_adapter(module, folder) as peft:
+        tensors = {name.removeprefix(ADAPTER_PREFIX): value for name, value in state.items()}
+        found = peft.set_peft_model_state_dict(module, tensors)
+        missing = [name for name in found.missing_keys if ADAPTER_NAME in name.split(".")]
+        names = [escape(name) for name in (*missing, *found.unexpected_keys)]
+        if names:
+            raise LoadError(f"adapter {shown} does not fit the model: {format_names(names)}", hint=BASE_HINT)
+
+
+@contextmanager
+def insert_adapter(module: nn.Module, folder: Path) -> Iterator[Any]:
+    """Insert a folder's adapter into a module with PEFT, yield the peft library, and merge at the end; LoadError.
+
+    Only adapter_config.json is read from the folder. Inside, the module has the tensor names it had in training.
+    """
+    shown = f"adapter {escape(folder.name)}"
+    peft = import_library("peft")
+    # Some adapters are initialised from random parts of the weights.
+    with wrap_errors(f"{shown} could not be merged into the model", BASE_HINT), construct_alone(0):
+        kind = json.loads((folder / ADAPTER_CONFIG).read_text("utf-8"))["peft_type"]
+        if kind not in ADAPTER_KINDS:
+            hint = f"types that are merged here: {', '.join(ADAPTER_KINDS)}"
+            raise LoadError(f"{shown} is of the type {escape(str(kind))}, which is not merged into weights", hint=hint)
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        config.inference_mode = True
+        tuner = peft.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](module, {ADAPTER_NAME: config}, ADAPTER_NAME)
+        yield peft
+        tuner.merge_and_unload()
+
+
 def refuse_scales(tensors: Mapping[str, Tensor], left_over: Iterable[str], shown: str) -> None:
     """LoadError if one-byte weights come beside scales that the model has no place for: they would not be applied."""
     small = {name.rpartition(".")[0] for name, value in tensors.items() if value.dtype.itemsize == 1}
@@ -119,7 +175,7 @@ def raise_for_different(names: list[str], shown: str) -> None:
         raise LoadError(detail, hint="load it again")
 
 
-def has_same_values(held: Tensor, given: Tensor) -> bool:
+def holds_values(held: Tensor, given: Tensor) -> bool:
     """Whether a tensor has exactly the given values, cast to its own dtype."""
     cast = given.to(held.device, held.dtype)
     return held.shape == cast.shape and torch.equal(view_bytes(held), view_bytes(cast))
@@ -160,10 +216,10 @@ def _list_different(module: nn.Module, state: StateDict, shown: str, min_bits: i
         for name, value in module.state_dict().items()
         if name in state and isinstance(value, Tensor) and not name.startswith(converting)
     }
-    different = {name for name, value in held.items() if not has_same_values(value, state[name])}
+    different = {name for name, value in held.items() if not holds_values(value, state[name])}
     for name in sorted(different):
         for other, value in held.items():
-            if _get_identity(value) == _get_identity(held[name]) and not has_same_values(state[name], state[other]):
+            if _get_identity(value) == _get_identity(held[name]) and not holds_values(state[name], state[other]):
                 detail = f"the model has one tensor for {escape(name)} and {escape(other)}, {shown} has two"
                 raise LoadError(detail, hint=TIE_HINT)
     floats = {name: value for name, value in held.items() if value.is_floating_point()}

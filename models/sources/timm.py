@@ -5,14 +5,20 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from layertap.models.devices.devices import use_threads
+from layertap.models.devices.memory import is_device_error
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
-from layertap.models.grammar import SOURCES, WeightsSource, parse_weights, unknown_name_error
+from layertap.models.grammar import WeightsSource, import_library, parse_weights, unknown_name_error
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.inputs.presets import choose_preprocessing, from_timm
 from layertap.models.labels import Labels
@@ -20,9 +26,9 @@ from layertap.models.sources.build import (
     DOWNLOAD_HINT,
     FLOAT_BITS,
     BuiltModel,
+    Choice,
     construct_module,
     describe_arguments,
-    import_library,
     list_parameters,
     read_weights,
     refuse_named_weights,
@@ -31,10 +37,13 @@ from layertap.models.sources.build import (
     wrap_download_errors,
 )
 from layertap.models.sources.state_dict import LoadReport
-from layertap.models.spec import InputSpec, ModelSpec
+from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec
 
 FOLDER_HINT = "type timm:FOLDER/ of what timm's save_for_hf wrote; a relative one is beside the configuration"
 CHANNELS = 3  # of a picture
+PRE_LOGITS = "what forward_head(pre_logits=True) returns"
+FIRST_HEAD = "what the first of its heads takes: no layer takes what forward_head(pre_logits=True) returns"
+NO_HEAD = "no head over classes: the output is what forward_head(pre_logits=True) returns"
 OF_BUILDER = ("features_only", "out_indices")  # arguments that timm takes for every architecture
 RESERVED = dict.fromkeys(
     ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
@@ -49,7 +58,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     LoadError if timm is not installed or does not know the name, or weights can't be read or downloaded.
     """
     timm = import_library("timm")
-    shown = f"timm:{SOURCES['timm'].show(ident)}"
+    shown = spec.shown_source
     weights = parse_weights(spec.weights)
     refuse_named_weights(weights, shown, f"type weights: DEFAULT, and a tag after a dot in the source; {DOWNLOAD_HINT}")
     refuse_reserved_arguments(spec.args, RESERVED, shown)
@@ -161,3 +170,39 @@ def _construct(timm: Any, ident: str, args: Mapping[str, Any], shown: str, *, pr
             plain = timm.create_model(name, pretrained=False)
             refuse_unknown_arguments(args, [*list_parameters(type(plain)), *OF_BUILDER], shown)
         raise
+
+
+def find_embeddings(module: Any, row: Tensor) -> tuple[list[Choice], bool]:
+    """As ``find_known_embeddings``: what the head of a timm model takes."""
+    head = module.get_classifier() if hasattr(module, "forward_head") else None
+    if isinstance(head, nn.Identity):
+        return [(EmbeddingSpec("."), NO_HEAD, False)], False
+    first = head[0] if isinstance(head, (tuple, list, nn.ModuleList)) else head
+    classifier = [name for name, part in module.named_modules() if part is first]
+    try:
+        takers = _find_takers(module, row)
+    except Exception as error:  # a user's subclass may have another forward
+        if is_device_error(error):
+            raise
+        takers = []
+    if not takers:
+        return [(EmbeddingSpec(f"{name}:input"), FIRST_HEAD, True) for name in classifier], True
+    names = [name for name in classifier if name in takers] or takers[:1]
+    return [(EmbeddingSpec(f"{name}:input"), PRE_LOGITS, False) for name in names], True
+
+
+def _find_takers(module: Any, row: Tensor) -> list[str]:
+    """The layers that take what forward_head(pre_logits=True) returns, in the order in which they run."""
+    takers: list[str] = []
+
+    def note(name: str, _: nn.Module, args: tuple[object, ...]) -> None:
+        if args and isinstance(args[0], Tensor) and torch.equal(args[0], wanted):
+            takers.append(name)
+
+    with torch.no_grad(), use_threads(1), ExitStack() as stack:
+        features = module.forward_features(row)
+        wanted = module.forward_head(features, pre_logits=True)
+        for name, part in module.named_modules():
+            stack.callback(part.register_forward_pre_hook(partial(note, name)).remove)
+        module.forward_head(features)
+    return takers

@@ -20,6 +20,7 @@ from layertap.models.labels import Labels
 from layertap.models.sources.build import (
     FLOAT_BITS,
     BuiltModel,
+    Choice,
     construct_module,
     count_class_tokens,
     describe_arguments,
@@ -178,6 +179,11 @@ def read_transforms(transforms: Any) -> Preprocessing | str:
     """The weights' own transforms as preprocessing; a text with the reason if they take no pictures."""
     name, nearest = type(transforms).__name__, from_torchvision(transforms)
     return choose_preprocessing(name, repr(transforms), transforms, nearest, f"torchvision's {name}")
+
+
+def find_embeddings(module: nn.Module, row: Tensor) -> tuple[list[Choice], bool]:
+    """As ``find_known_embeddings``: torchvision names none, and all of its models are classifiers."""
+    return [], True
 
 
 # The shape of one item, from the weights' transforms and meta data; segmentation takes any size.

@@ -21,16 +21,15 @@ from torch import Tensor
 from layertap.models.devices.devices import use_threads
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, format_names
-from layertap.models.grammar import ADAPTER_CONFIG, get_base_name, parse_weights, refuse_adapter
+from layertap.models.grammar import ADAPTER_CONFIG, import_library, parse_weights, refuse_adapter
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs.noise import make_noise_row
 from layertap.models.labels import Labels
-from layertap.models.sources.adapters import merge_adapter
 from layertap.models.sources.build import (
     BuiltModel,
+    Choice,
     construct_module,
     count_class_tokens,
-    import_library,
     read_weights,
     refuse_named_weights,
     refuse_reserved_arguments,
@@ -38,7 +37,13 @@ from layertap.models.sources.build import (
 )
 from layertap.models.sources.checkpoints import find_weights, read_checkpoint, wrap_errors
 from layertap.models.sources.sentence_head import LAYER, attach_head, read_sentence_folder
-from layertap.models.sources.state_dict import LoadReport, has_same_values, raise_for_different, refuse_scales
+from layertap.models.sources.state_dict import (
+    LoadReport,
+    holds_values,
+    merge_adapter,
+    raise_for_different,
+    refuse_scales,
+)
 from layertap.models.sources.transformers_inputs import (
     LOCAL,
     MASK,
@@ -65,6 +70,7 @@ RESERVED = {
 }
 SAVED = "what modules.json of the sentence-transformers folder makes"
 DIRECTORY_HINT = "type transformers:PATH of what save_pretrained wrote; a relative PATH is beside the configuration"
+MEAN = "mean over a text's tokens: nothing that was saved with the model names an embedding"
 FIT_HINT = "save the whole model with save_pretrained, or name the saved class in architectures of config.json"
 
 
@@ -79,7 +85,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     logs = importlib.import_module("transformers.utils.logging")
     logs.set_verbosity_error()  # its warnings contain directories
     logs.disable_progress_bar()
-    folder, shown = Path(ident), escape(f"transformers:{get_base_name(ident)}")
+    folder, shown = Path(ident), escape(spec.shown_source)
     sentence = read_sentence_folder(folder, shown)
     folder = sentence.transformer if sentence else folder
     if not (folder / "config.json").is_file():
@@ -247,7 +253,7 @@ def _list_different(module: Any, tensors: Mapping[str, Tensor]) -> list[str]:
             allowed.append(padded)
         # It may be rounded to the model's own dtype only.
         rounded = held.is_floating_point() and held.dtype.itemsize < FLOAT_BYTES and held.dtype != module.config.dtype
-        if held.is_meta or rounded or not any(has_same_values(held, each) for each in allowed):
+        if held.is_meta or rounded or not any(holds_values(held, each) for each in allowed):
             wrong.append(key)
     return wrong
 
@@ -267,3 +273,19 @@ def _find_architecture(library: Any, config: Any, *, encoder: bool) -> Any:
     return importlib.import_module("transformers.models.auto.auto_factory")._get_model_class(
         config, library.MODEL_MAPPING
     )
+
+
+def find_embeddings(module: Any, row: Tensor) -> tuple[list[Choice], bool]:
+    """As ``find_known_embeddings``: embeddings that a model returns by name, or a guess for texts."""
+    name = type(module).__name__
+    if "Classification" in name:
+        return [], True
+    text = module.main_input_name == "input_ids"
+    keys = ["text_embeds", "image_embeds"]
+    if not text or not hasattr(module, "pooler"):  # BERT's pooler was trained for another task
+        keys.append("pooler_output")
+    choices = [(EmbeddingSpec(f".[{key}]"), f"{name} returns it as {key}", False) for key in keys]
+    if text:
+        layers = filter(None, (".", module.base_model_prefix))
+        choices += [(EmbeddingSpec(f"{layer}[last_hidden_state]", "mean"), MEAN, True) for layer in layers]
+    return choices, False

@@ -8,9 +8,9 @@ from pathlib import Path
 from re import fullmatch
 from typing import Any
 
-from layertap.models.check import find_mistakes
+from layertap.models.check import find_mistakes, list_architectures
 from layertap.models.errors import Fault, RequestError
-from layertap.models.grammar import SOURCES, is_checkpoint, list_architectures
+from layertap.models.grammar import SOURCES, is_checkpoint
 from layertap.models.spec import FOR_TENSORS, ModelSpec, PreprocessSpec
 from layertap.service.config.allowed import Allowed
 from layertap.service.config.file import Mistake, read_document, read_file

@@ -13,12 +13,12 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails
 
-from layertap.models.check import Place
+from layertap.models.check import Address
 from layertap.models.errors import Fault, LayertapError, find_nearest
 from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec, PreprocessSpec, WarmSpec
 from layertap.service.config.allowed import Allowed
 
-Mistake = tuple[Place, str]
+Mistake = tuple[Address, str]
 MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may come again
 HINT = "LAYERTAP_CONFIG or --config names it"
 
@@ -48,7 +48,7 @@ class Document:
             places = (Fault(f"line {line}{place and ': '}{place}") for line, place, _ in rows)
             raise ConfigError("\n".join(lines), faults=tuple(places))
 
-    def _find_line(self, place: Place) -> int:
+    def _find_line(self, place: Address) -> int:
         """The line of a place, or of the part of it that is there."""
         node, line = self.root, 0
         for part in place:
@@ -86,7 +86,7 @@ def read_document(path: Path) -> Document:
 
 def _find_repeated(root: yaml.Node) -> Iterator[Mistake]:
     """Fields that a mapping has twice, of which YAML takes the last."""
-    nodes: list[tuple[Place, yaml.Node]] = [((), root)]
+    nodes: list[tuple[Address, yaml.Node]] = [((), root)]
     seen: set[int] = set()  # an anchor may be within itself
     while nodes:
         place, node = nodes.pop()
@@ -123,7 +123,7 @@ class ConfigFile:
 
 
 ADAPTER = TypeAdapter(ConfigFile)
-CLASSES: dict[Place, Any] = {
+CLASSES: dict[Address, Any] = {
     (): ConfigFile,
     ("defaults",): Defaults,
     ("allow",): Allowed,
@@ -147,7 +147,7 @@ def read_file(data: object) -> tuple[ConfigFile | None, list[Mistake]]:
 
 def _describe(error: ValidationError) -> Iterator[Mistake]:
     """Pydantic's errors, each place once: of those of a union's members the one that goes deepest."""
-    messages: dict[Place, str] = {}
+    messages: dict[Address, str] = {}
     for each in error.errors(include_url=False, include_input=False):
         place = tuple(part for before, part in pairwise(("", *each["loc"])) if before not in UNIONS)
         if place not in messages or each["type"] == "value_error":
@@ -157,7 +157,7 @@ def _describe(error: ValidationError) -> Iterator[Mistake]:
             yield place, text
 
 
-def _write_message(error: ErrorDetails, place: Place) -> str:
+def _write_message(error: ErrorDetails, place: Address) -> str:
     match error["type"]:
         case "unexpected_keyword_argument":
             kind = CLASSES[tuple("*" if isinstance(part, int) else part for part in place[:-1])]

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.models import get_model, get_model_weights, list_models
 
+from layertap.models.check import list_architectures
 from layertap.models.errors import LoadError
-from layertap.models.grammar import list_architectures, parse_weights
+from layertap.models.grammar import parse_weights
 from layertap.models.inputs.presets import from_torchvision
 from layertap.models.run.fingerprint import digest_architecture
 from layertap.models.sources.build import BuiltModel, build_model
