@@ -58,16 +58,16 @@ def note_cause(refusal: LayertapError, error: BaseException) -> None:
     """
     while error.__cause__ is not None:
         error = error.__cause__
-    place = find_own_line(error) or next(reversed(extract_tb(error.__traceback__)), None)
-    is_shown = place is not None and not place.filename.startswith(LIBRARIES[0])
-    lines = f"\n  {place.filename}, line {place.lineno}: {place.line}" if place is not None and is_shown else ""
+    frame = find_own_line(error) or next(reversed(extract_tb(error.__traceback__)), None)
+    is_shown = frame is not None and not frame.filename.startswith(LIBRARIES[0])
+    lines = f"\n  {frame.filename}, line {frame.lineno}: {frame.line}" if frame is not None and is_shown else ""
     refusal.add_note(f"{type(error).__name__}: {str(error)[:MAX_TEXT]}{lines}")
 
 
 def describe_error(error: BaseException) -> str:
     """What a model's own code raised, for anyone: its class, its own line if it has one, its message without paths."""
-    message, place = HIDDEN.sub("...", str(error)[:MAX_TEXT]), find_own_line(error)
-    line = f" at {escape(Path(place.filename).name)[1:-1]}:{place.lineno}" if place else ""
+    message, frame = HIDDEN.sub("...", str(error)[:MAX_TEXT]), find_own_line(error)
+    line = f" at {escape(Path(frame.filename).name)[1:-1]}:{frame.lineno}" if frame else ""
     return f"{type(error).__name__}{line}" + (f": {escape(message, MAX_MESSAGE)}" if message else "")
 
 

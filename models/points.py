@@ -30,29 +30,20 @@ GIVE_LAYOUT = f"add 'layout', {NAME_AXES}"
 EACH = {"channel": "channels", "head": "heads", "query": "queries", "key": "keys", "token": "tokens"}  # by one entry
 
 
-@dataclass(frozen=True)
-class SiteSpec:
-    """What is at a site, a value or the gradient of the ``value`` at another one, and what may be done there."""
-
-    value: Literal["output", "input", "attention", "attention_sink"]
-    is_gradient: bool = False
-    is_attention: bool = False
-    is_editable: bool = False
-
-
-SITES: dict[Site, SiteSpec] = {
-    "output": SiteSpec("output", is_editable=True),
-    "input": SiteSpec("input", is_editable=True),
-    "grad_output": SiteSpec("output", is_gradient=True, is_editable=True),
-    "grad_input": SiteSpec("input", is_gradient=True, is_editable=True),
-    "attention": SiteSpec("attention", is_attention=True, is_editable=True),
-    "attention_sink": SiteSpec("attention_sink", is_attention=True),
-    "attention_grad": SiteSpec("attention", is_gradient=True, is_attention=True),
+# The site of the value that each is, or is the gradient of.
+SITES: dict[Site, Literal["output", "input", "attention", "attention_sink"]] = {
+    "output": "output",
+    "input": "input",
+    "grad_output": "output",
+    "grad_input": "input",
+    "attention": "attention",
+    "attention_sink": "attention_sink",
+    "attention_grad": "attention",
 }
-GRADIENTS = frozenset(name for name, site in SITES.items() if site.is_gradient)
-ATTENTION = frozenset(name for name, site in SITES.items() if site.is_attention)
-EDITABLE = frozenset(name for name, site in SITES.items() if site.is_editable)
-OF_FUNCTIONS = tuple(name for name in SITES if name not in ATTENTION)
+GRADIENTS = frozenset(site for site, value in SITES.items() if site != value)
+ATTENTION: frozenset[Site] = frozenset({"attention", "attention_sink", "attention_grad"})
+EDITABLE: frozenset[Site] = frozenset({"output", "input", "grad_output", "grad_input", "attention"})
+OF_FUNCTIONS = tuple(site for site in SITES if site not in ATTENTION)
 
 
 @dataclass(frozen=True)

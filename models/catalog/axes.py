@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 ATTENTION = "NAQK"  # rows, heads, queries, keys
-PLACES = {2: "HW", 3: "THW"}
+POSITION_LETTERS = {2: "HW", 3: "THW"}
 MOST = 5  # axes of a tensor whose positions are named: more axes are those of windows, or of parts of channels
 
 
@@ -70,18 +70,18 @@ class Axis:
             return "part"
         return weak
 
-    def get_places(self, asked: set[Axis] | None = None) -> set[str]:
+    def get_letters(self, asked: set[Axis] | None = None) -> set[str]:
         """Which of H, W and T it may be, as far as it is known."""
         axis, asked = self.find(), asked if asked is not None else set()
         if axis in asked:
             return set()
         asked.add(axis)
-        places = axis.evidence & set("HWT")
-        for whole, index, count in () if places else axis.wholes:
+        letters = axis.evidence & set("HWT")
+        for whole, index, count in () if letters else axis.wholes:
             merges = [parts for parts in whole.find().merges if len(parts) == count]
             for source in [parts[index] for parts in merges] or [whole]:
-                places |= source.get_places(asked)
-        return places
+                letters |= source.get_letters(asked)
+        return letters
 
     def note(self, evidence: str) -> None:
         """Note that an operation worked along it, and along each of the positions that it was merged of."""
@@ -196,10 +196,10 @@ def _find_channel(kinds: Sequence[str], row_axis: int) -> int | None:
 
 def _name_positions(axes: Sequence[Axis]) -> Sequence[str]:
     """H, W and T as evidence says; in their usual order if it names these letters, but not which axis has which."""
-    places = [axis.get_places() for axis in axes]
-    single = [min(each) if len(each) == 1 else "" for each in places]
-    usual = PLACES.get(len(axes), "")
-    if len(set(single)) < len(single) and all(places) and set[str]().union(*places) == set(usual):
+    letters = [axis.get_letters() for axis in axes]
+    single = [min(each) if len(each) == 1 else "" for each in letters]
+    usual = POSITION_LETTERS.get(len(axes), "")
+    if len(set(single)) < len(single) and all(letters) and set[str]().union(*letters) == set(usual):
         return usual
     is_known = {"H", "W"} <= {each for each in single if single.count(each) == 1}
     return [each if is_known and single.count(each) == 1 else "?" for each in single]

@@ -6,15 +6,15 @@ An operation without a rule returns unknown axes. No rule looks at numbers, or i
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from layertap.models.catalog.axes import PLACES, Axes, Axis, make_axes, view_as
+from layertap.models.catalog.axes import POSITION_LETTERS, Axes, Axis, make_axes, view_as
 from layertap.models.catalog.taint import MarkedMemory
 from layertap.models.devices.dispatch_mode import DispatchMode
 from layertap.models.hooks.tensor_tree import iterate_tensors
@@ -28,8 +28,7 @@ class AxisTracker(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # By address, each as long as its storage lives: addresses are reused.
-        self._axes: dict[int, tuple[dict[Geometry, Axes], weakref.ref[torch.UntypedStorage]]] = {}
+        self._axes: MutableMapping[torch.UntypedStorage, dict[Geometry, Axes]] = WeakIdKeyDictionary()
         self._computed = MarkedMemory()  # of what is computed from the inputs
         self._rules: dict[object, tuple[Rule | None, tuple[str, ...]]] = {}  # with the names of what is given
 
@@ -88,13 +87,7 @@ class AxisTracker(DispatchMode):
 
     def _get_known(self, tensor: Tensor) -> dict[Geometry, Axes]:
         """The axes of all tensors that share the memory of one."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._axes:
-            self._axes[storage._cdata] = {}, weakref.ref(storage, partial(self._forget, storage._cdata))
-        return self._axes[storage._cdata][0]
-
-    def _forget(self, address: int, _: object) -> None:
-        del self._axes[address]
+        return self._axes.setdefault(tensor.untyped_storage(), {})
 
 
 def _has_memory(value: object) -> TypeGuard[Tensor]:
@@ -145,17 +138,17 @@ def note(axes: Sequence[Axis], evidence: str) -> None:
         axis.note(evidence)
 
 
-def note_places(axes: Sequence[Axis], evidence: str) -> None:
+def note_positions(axes: Sequence[Axis], evidence: str) -> None:
     """An operation took these for length, height and width, or time, height and width."""
-    for axis, place in zip(axes, PLACES.get(len(axes), [""]), strict=False):
-        note([axis], evidence + place)
+    for axis, letter in zip(axes, POSITION_LETTERS.get(len(axes), [""]), strict=False):
+        note([axis], evidence + letter)
 
 
 def _join_all(operands: Sequence[Axes]) -> Axes:
     """The axes of what is computed entry by entry; those along which nothing is broadcast are of one kind."""
     found: list[Axis] = []
-    for place in range(-max(map(len, operands)), 0):
-        here = [axes[place] for axes in operands if len(axes) >= -place]
+    for dim in range(-max(map(len, operands)), 0):
+        here = [axes[dim] for axes in operands if len(axes) >= -dim]
         wide = [axis for axis in here if axis.size != 1] or here[:1]
         for axis in wide[1:]:
             wide[0].join(axis)
@@ -214,9 +207,9 @@ def _cat(given: Given, shape: torch.Size) -> Axes:
 def _index(given: Given, shape: torch.Size) -> Axes:
     """An axis keeps its kind if one axis of indices selects from it; a table of indices brings its own axes."""
     axes, indices = given.find("self"), given["indices"]
-    (place,) = (place for place, each in enumerate(indices) if each is not None)
-    taken = given.find_all([indices[place]])[0]
-    return (*axes[:place], *(taken if len(taken) > 1 else [axes[place]]), *axes[place + 1 :])
+    (dim,) = (dim for dim, each in enumerate(indices) if each is not None)
+    taken = given.find_all([indices[dim]])[0]
+    return (*axes[:dim], *(taken if len(taken) > 1 else [axes[dim]]), *axes[dim + 1 :])
 
 
 def _embed(given: Given, shape: torch.Size) -> Axes:
@@ -225,20 +218,20 @@ def _embed(given: Given, shape: torch.Size) -> Axes:
     return (*tokens, Axis(shape[-1], "C"))
 
 
-def _work(along: int, channels: str, places: str, made: str, given: Given, shape: torch.Size) -> Axes:
-    """An operation along channels, on axis ``along``, and along places: the axes behind it, or before the last one.
+def _work(along: int, channels: str, positions: str, made: str, given: Given, shape: torch.Size) -> Axes:
+    """An operation along channels, on axis ``along``, and along positions: the axes behind it, or before the last one.
 
     ``made`` is evidence for new channels of the result; empty if these are the same.
     """
     axes = list(given.find("input", "self", "X", "qx"))
-    # Next to a single channel the places may be anything: ECA convolves over channels, a spectrogram has frequencies.
+    # Next to a single channel the positions may be anything: ECA convolves over channels, spectra have frequencies.
     if axes[along].size == 1:
-        channels, places = channels.lower(), places.lower()
+        channels, positions = channels.lower(), positions.lower()
     note([axes[along]], channels)
     if along == -1:
-        note(axes[:-1], places)
+        note(axes[:-1], positions)
     else:
-        note_places(axes[along:][1:], places)
+        note_positions(axes[along:][1:], positions)
     if made:
         axes[along] = Axis(shape[along], made)
     return tuple(axes)
@@ -259,7 +252,7 @@ def _multiply(left: str, right: str, given: Given, shape: torch.Size) -> Axes:
 
 
 def _unfold(given: Given, shape: torch.Size) -> Axes:
-    """A list of blocks: the channels and places of each become its channels."""
+    """A list of blocks: the channels and positions of each become its channels."""
     *rows, channels, height, width = _work(-3, "C", "P", "", given, shape)
     inside = Axis.merge([channels, *map(Axis.resize, (height, width), given["kernel_size"])])
     note([inside], "C")

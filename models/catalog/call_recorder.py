@@ -5,9 +5,8 @@ Tensors are kept as sketches, to compare those of two forwards that are never in
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -16,6 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
 
 from layertap.models.catalog.axes import ATTENTION, Axes
 from layertap.models.catalog.axis_tracker import AxisTracker
@@ -124,7 +124,7 @@ class CallRecorder:
         # By call: each attention with the tensor that tells where its rows are, and the number of learned sinks after
         # the real keys. None where weights do not stand as (heads, queries, keys).
         self._weights = defaultdict[tuple[str, int], list[tuple[TensorInfo, Observation, attention.Sinks] | None]](list)
-        self._values: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}  # by id: a version, and the value's number
+        self._values: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()  # versions, and values' numbers
         self._points: list[list[Point]] = []  # where each value was seen, in order
 
     def watch(self, run: Forward, inputs: Inputs) -> Self:
@@ -307,11 +307,11 @@ class CallRecorder:
 
     def _number_value(self, tensor: Tensor) -> int:
         """The number of what a tensor holds, another one after it was written to."""
-        reference, version, number = self._values.get(id(tensor), (None, 0, 0))
-        if reference is None or reference() is not tensor or version != get_version(tensor):
+        version, number = self._values.get(tensor, (-1, 0))
+        if version != get_version(tensor):
             number = len(self._points)
             self._points.append([])
-            self._values[id(tensor)] = weakref.ref(tensor), get_version(tensor), number
+            self._values[tensor] = get_version(tensor), number
         return number
 
     def _tick(self) -> int:

@@ -109,7 +109,7 @@ class TensorInfo:
 class CallBoundary:
     """One side of a call."""
 
-    order: float  # its place in the forward
+    order: float  # when it was reached in the forward
     cost: float  # the share of the forward's cost spent by then
     tensors: tuple[TensorInfo, ...]
     refused: tuple[tuple[tuple[str, ...], str], ...] = ()  # tensors without plain memory, and their kinds: "sparse" …
@@ -139,7 +139,7 @@ class Call:
 
     def get_boundary(self, site: Site) -> CallBoundary:
         """The side that a site looks at; one of no tensor where the call computes no attention."""
-        boundary = self.boundaries[SITES[site].value]
+        boundary = self.boundaries[SITES[site]]
         return boundary or replace(self.output, tensors=(), refused=())
 
 

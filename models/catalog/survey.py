@@ -157,7 +157,7 @@ def _mark_calls(module: nn.Module, run: Forward, row: Inputs, device: torch.devi
 
 
 def _get_cost(marks: Sequence[float], order: float) -> float:
-    """The share of the whole forward spent when the last call up to a place in it began or ended, 0 to 1."""
+    """The share of the whole forward spent when the last call up to an order began or ended, 0 to 1."""
     return round(min(marks[min(int(order), len(marks) - 1)] / max(marks[-1], 1e-9), 1.0), 4)
 
 
@@ -207,11 +207,11 @@ def _describe_tensors(
             missing = make_axes((1,) * (len(info.shape) - len(axes)))  # the axis of a single row, squeezed away
             info = replace(info, layout=name_axes((*missing, *axes), info.row_axis))
         # One row at a time, whatever has an axis for rows holds that one.
-        mixed = point in suspect
+        crosses = point in suspect
         infos[point] = replace(
             info,
-            crosses_rows=mixed and info.row_axis is None,
-            alone=mixed and info.row_axis is not None and not crosses_rows,
+            crosses_rows=crosses and info.row_axis is None,
+            alone=crosses and info.row_axis is not None and not crosses_rows,
             origin=origins.get(point),
         )
     return infos, crosses_rows

@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Self
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from layertap.models.devices.dispatch_mode import DispatchMode
 from layertap.models.hooks.tensor_tree import iterate_tensors
 
 
 class MarkedMemory:
-    """Marked storages, by address; a mark ends with its storage, since addresses are reused."""
+    """Marked storages; a mark ends with its storage."""
 
     def __init__(self) -> None:
-        self._addresses: set[int] = set()
+        self._storages: MutableMapping[UntypedStorage, bool] = WeakIdKeyDictionary()
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
         """Mark tensors and all that share memory with them."""
-        for storage in map(Tensor.untyped_storage, tensors):
-            if storage._cdata not in self._addresses:
-                self._addresses.add(storage._cdata)
-                weakref.finalize(storage, self._addresses.discard, storage._cdata)
+        for tensor in tensors:
+            self._storages[tensor.untyped_storage()] = True
 
     def unmark(self, tensors: Iterable[Tensor]) -> None:
         """Remove the marks of tensors and all that share memory with them."""
-        self._addresses.difference_update(tensor.untyped_storage()._cdata for tensor in tensors)
+        for tensor in tensors:
+            self._storages.pop(tensor.untyped_storage(), None)
 
     def has_any(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of the tensors is in marked memory."""
-        return any(tensor.untyped_storage()._cdata in self._addresses for tensor in tensors)
+        return any(tensor.untyped_storage() in self._storages for tensor in tensors)
 
     def note(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any], result: object) -> bool:
         """Mark what an operation computed from marked tensors; whether it took any."""

@@ -179,7 +179,7 @@ class Modules(dict[str, nn.Module]):
 
     def locate(self, point: Point) -> Point:
         """The same tensor under its module's first name; of a gradient the point of the value itself."""
-        return replace(point, layer=self.names[self[point.layer]], site=SITES[point.site].value)
+        return replace(point, layer=self.names[self[point.layer]], site=SITES[point.site])
 
 
 def attach_tensors(
@@ -226,7 +226,7 @@ def attach_values(
     def get_kind(layer: str, site: Site, is_function: bool) -> Kind:
         if is_function:
             return "changed_function" if layer in rewritten else "function"
-        return "unfused" if site == "attention" and layer in unfused else SITES[site].value
+        return "unfused" if site == "attention" and layer in unfused else SITES[site]
 
     kinds = dict.fromkeys((each.layer, get_kind(each.layer, each.site, bool(each.function))) for each in points)
     hooks = sorted(kinds, key=lambda hook: hook[1].endswith("function"))  # of all hooks those of functions come last

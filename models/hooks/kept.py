@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
 
@@ -31,7 +32,7 @@ class KeptOutputs:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         earlier = (tensor for *_, value in self._list_slots() for _, tensor in iterate_tensors(value))
-        self._earlier = {id(tensor): weakref.ref(tensor) for tensor in earlier}  # nothing of these is a call's own
+        self._earlier = WeakIdKeyDictionary(dict.fromkeys(earlier))  # nothing of these is a call's own
         self._originals: list[weakref.ref[Tensor]] = []
 
     def replace(self, original: Tensor, changed: Tensor, arguments: object) -> None:
@@ -39,8 +40,7 @@ class KeptOutputs:
 
         Nothing is done if the original is one of its ``arguments`` or was kept before: others hold it rightly.
         """
-        earlier = self._earlier.get(id(original), lambda: None)()
-        if earlier is original or any(each is original for _, each in iterate_tensors(arguments)):
+        if original in self._earlier or any(each is original for _, each in iterate_tensors(arguments)):
             return
         self._originals.append(weakref.ref(original))
         for put, holder, key, value in list(self._list_slots()):

@@ -268,7 +268,7 @@ def _describe(selector: Selector) -> str:
 
 
 def _describe_site(selector: Selector, name: str) -> str:
-    site = selector.site.replace("_", " ") if selector.site in ATTENTION else SITES[selector.site].value
+    site = selector.site.replace("_", " ") if selector.site in ATTENTION else SITES[selector.site]
     return f"the {site} of {'layer ' if selector.function is None else ''}{escape(name)}"
 
 

@@ -128,7 +128,7 @@ def test_what_can_not_be_made_again(value: Any, path: tuple[str, ...]) -> None:
 
 def test_a_hook_for_each_site() -> None:
     """Every value that a selector can name has its kind of hook; functions and changed attention have their own."""
-    assert {"function", "changed_function", "unfused"} | {site.value for site in SITES.values()} == set(ATTACH)
+    assert {"function", "changed_function", "unfused"} | set(SITES.values()) == set(ATTACH)
 
 
 def test_count() -> None:
