@@ -112,7 +112,8 @@ class CallRecorder:
         self.refused: dict[Point, str] = {}  # tensors without plain memory, and their kinds
         self.views: set[Point] = set()  # outputs of functions that lie in the memory of their unchanged inputs
         self._module = module
-        self._names = Modules(module).names
+        self._modules = Modules(module)
+        self._names = self._modules.names
         self._alone = alone
         self._has_functions = functions
         self._axes = axes
@@ -274,7 +275,8 @@ class CallRecorder:
         module = attention.find_owner([module for module, _ in self._running])
         number = next(number for running, number in reversed(self._running) if running is module)
         call = self._names[module], number
-        shape, found = attention.unfold_weights(event.shape, module), self._weights[call]
+        heads = attention.list_heads_around(self._modules, call[0])
+        shape, found = attention.unfold_weights(event.shape, module, heads), self._weights[call]
         if shape is None:
             if attention.list_heads(module):
                 found.append(None)

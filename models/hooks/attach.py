@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.errors import InputError, escape
-from layertap.models.hooks import attention, tensor_tree
+from layertap.models.hooks import attention
 from layertap.models.hooks.functions import FunctionsCall, list_parts, run_unseen
 from layertap.models.hooks.kept import KeptOutputs
-from layertap.models.hooks.running_calls import Arguments, Changes, OnCall, RunningCall, attach_calls, get_version
-from layertap.models.hooks.tensor_tree import TensorsByPath, get_parameters, iterate_tensors, replace_tensor
+from layertap.models.hooks.running_calls import ArgsKwargs, Changes, RunningCall, attach_calls, get_version
+from layertap.models.hooks.tensor_tree import Arguments, TensorsByPath, get_parameters, iterate_tensors, replace_tensor
 from layertap.models.points import SITES, Point, Site
 
 OnModuleCall = Callable[[nn.Module, int, object], None]  # gets the module, the number of its call, and a value
-Attach = Callable[[ExitStack, nn.Module, OnCall], None]  # until the stack ends
+Attach = Callable[..., None]  # gets the stack that it ends with, a module, an OnCall, and what its kind needs
 Kind = Literal["output", "input", "attention", "attention_sink", "unfused", "function", "changed_function"]
 
 
@@ -39,10 +39,6 @@ class ForwardEnded(BaseException):
 
 class _OutputCall(RunningCall):
     """Replaces the output also where the model has ``kept`` it on the side."""
-
-    def __init__(self, *call: Any, kept: KeptOutputs | None = None) -> None:
-        super().__init__(*call)
-        self.kept = kept
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.arguments = (args, kwargs) if self.kept is not None else None
@@ -63,8 +59,8 @@ class _InputCall(RunningCall):
     replaced: Sequence[tuple[Tensor, Tensor, int]] = ()  # originals, replacements, and the versions of these
 
     # At the beginning: after an in-place module its input is already its output.
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        arguments = tensor_tree.Arguments(args, kwargs, get_parameters(self.module))
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgsKwargs | None:
+        arguments = Arguments(args, kwargs, get_parameters(self.module))
         changes = self.on_call(self.number, "", "input", arguments)
         if not changes:
             return None
@@ -97,7 +93,7 @@ class _AttentionCall(RunningCall):
 
     def observe(self, event: attention.AttentionEvent) -> None:
         """Keep weights that are the module's own."""
-        shape = attention.unfold_weights(event.shape, self.module)
+        shape = self.unfold(event.shape)
         if self.depth or self.error or shape is None:
             return
         try:
@@ -106,6 +102,9 @@ class _AttentionCall(RunningCall):
             self.sinks.append(event.sinks)
         except InputError as error:  # not through the model, which may catch it
             self.error = error
+
+    def unfold(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        return attention.unfold_weights(shape, self.module, self.heads_around)
 
     def end(self, output: object) -> object:
         self.mode.close()
@@ -135,7 +134,7 @@ class _UnfusedCall(_AttentionCall):
 
     def anchor(self, weights: Tensor) -> Tensor:
         """The weights with which the forward goes on."""
-        shape = attention.unfold_weights(tuple(weights.shape), self.module)
+        shape = self.unfold(tuple(weights.shape))
         if shape is None:
             return weights
         self.weights.append(weights.reshape(shape))
@@ -144,7 +143,7 @@ class _UnfusedCall(_AttentionCall):
 
     def observe(self, event: attention.AttentionEvent) -> None:
         """Note weights that the formula did not make: they are out of its reach."""
-        own = attention.unfold_weights(event.shape, self.module) is not None
+        own = self.unfold(event.shape) is not None
         if own and not (self.unfused.is_running or self.depth):
             kind = escape(type(self.module).__name__)
             self.error = InputError(
@@ -235,8 +234,9 @@ def attach_values(
         def on_call(number: int, function: str, site: Site, value: object, layer: str = layer) -> Changes | None:
             return on_value(Point(layer, number, (), site, function), value)
 
-        attach = partial(attach_calls, kind=partial(_OutputCall, kept=kept)) if kind == "output" else ATTACH[kind]
-        attach(stack, modules[layer], partial(run_unseen, on_call) if hooks[-1][1].endswith("function") else on_call)
+        called = partial(run_unseen, on_call) if hooks[-1][1].endswith("function") else on_call
+        heads_around = attention.list_heads_around(modules, layer) if kind in OF_ATTENTION else ()
+        ATTACH[kind](stack, modules[layer], called, kept=kept, heads_around=heads_around)
 
 
 @contextmanager
@@ -281,6 +281,7 @@ def count_hooks(module: nn.Module) -> int:
     return sum(len(getattr(part, kind)) for part in module.modules() for kind in kinds)
 
 
+OF_ATTENTION = frozenset({"attention", "attention_sink", "unfused"})
 _of_attention = partial(attach_calls, find_parts=attention.find_nested_attention)
 _of_functions = partial(attach_calls, find_parts=list_parts, ends_first=True)
 ATTACH: Mapping[Kind, Attach] = {

@@ -28,7 +28,7 @@ from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 # How far a kernel's output may lie from what the weights give, as a part of the largest value.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-Arguments = Mapping[str, Any]
+Operands = Mapping[str, Any]
 
 
 @dataclass
@@ -61,7 +61,7 @@ class AttentionObserver(DispatchMode):
         self._latest: AttentionEvent | None = None  # of the operation before
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Arguments | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Operands | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         latest, self._latest = self._latest, None
@@ -109,7 +109,7 @@ class UnfusedAttention(TorchFunctionMode):
         return value
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Arguments | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Operands | None = None
     ) -> Any:
         options = kwargs or {}
         if self._waiting is not None and func is Tensor.__getitem__ and args[0] is self._waiting:
@@ -170,6 +170,15 @@ def list_heads(module: nn.Module) -> list[int]:
     return [size for name in HEADS if isinstance(size := getattr(module, name, None), int) and size > 0]
 
 
+def list_heads_around(modules: Mapping[str, nn.Module], name: str) -> list[int]:
+    """How many heads the module around one says that it has, for which that one computes: it has no weights itself."""
+    while name != "." and next(modules[name].parameters(), None) is None:
+        name = name.rpartition(".")[0] or "."
+        if heads := list_heads(modules[name]):
+            return heads
+    return []
+
+
 def find_owner(running: Sequence[nn.Module]) -> nn.Module:
     """Of the modules that are running, outermost first, the one whose attention it is: the innermost composite one."""
     return next((module for module in reversed(running) if _is_composite(module)), running[-1])
@@ -185,28 +194,28 @@ def _is_composite(module: nn.Module) -> bool:
     return any(True for _ in module.parameters()) or any(True for _ in module.children())
 
 
-def unfold_weights(shape: tuple[int, ...], module: nn.Module) -> tuple[int, ...] | None:
+def unfold_weights(shape: tuple[int, ...], module: nn.Module, heads_around: Sequence[int]) -> tuple[int, ...] | None:
     """Weights of a module as (N, heads, queries, keys), windows among the rows; None if they are no attention.
 
     Where a module says how many heads it has, they stand before the queries, and nowhere else. Of three axes the first
-    holds rows and heads; in a module that does not say how many that is not taken for attention.
+    holds rows and heads, as many as the module or the one around it says; else that is not taken for attention.
     """
     heads = list_heads(module)
     if len(shape) >= 4:
         if heads and (shape[-3] not in heads or any(size in heads for size in shape[1:-3])):
             return None
         return (math.prod(shape[:-3]), *shape[-3:])
-    count = next((size for size in heads if len(shape) == 3 and shape[0] % size == 0), None)
+    count = next((size for size in heads or heads_around if len(shape) == 3 and shape[0] % size == 0), None)
     return None if count is None else (shape[0] // count, count, *shape[1:])
 
 
-def _read_softmax(func: Any, arguments: Arguments, out: Tensor) -> AttentionEvent | None:
+def _read_softmax(func: Any, arguments: Operands, out: Tensor) -> AttentionEvent | None:
     if out.is_nested or not _is_over_keys(out, arguments["dim"]):
         return None
     return AttentionEvent(tuple(out.shape), out.dtype, out, "observed", out.clone)
 
 
-def _read_fused(func: Any, arguments: Arguments, out: Any) -> AttentionEvent | None:
+def _read_fused(func: Any, arguments: Operands, out: Any) -> AttentionEvent | None:
     output: Tensor = out[0] if isinstance(out, tuple) else out
     query, key = arguments["query"], arguments["key"]
     if output.is_nested:
@@ -287,7 +296,7 @@ SOFTMAXES = frozenset({functional.softmax, torch.softmax, torch.special.softmax,
 ATTENDING = SOFTMAXES | {functional.multi_head_attention_forward, functional.scaled_dot_product_attention}
 
 # In inference mode operations come whole, elsewhere as the kernels that they are made of.
-READERS: Mapping[str, Callable[[Any, Arguments, Any], AttentionEvent | None]] = {
+READERS: Mapping[str, Callable[[Any, Operands, Any], AttentionEvent | None]] = {
     **dict.fromkeys(("aten::softmax", "aten::_softmax", "aten::_safe_softmax"), _read_softmax),
     **dict.fromkeys(
         (

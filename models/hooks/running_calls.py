@@ -6,7 +6,7 @@ nn.Module's add; their parts run none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from layertap.models.devices.memory import is_device_error
 from layertap.models.errors import HookError, LayertapError
+from layertap.models.hooks.kept import KeptOutputs
 from layertap.models.hooks.tensor_tree import Path
 from layertap.models.points import Site
 
@@ -24,23 +25,34 @@ T = TypeVar("T")
 Changes = Mapping[Path, Tensor]
 # Gets the number of a module's call, a function in it or "", a site and the value there; gives replacements by path.
 OnCall = Callable[[int, str, Site, object], Changes | None]
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+ArgsKwargs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class RunningCall:
     """A call of a module that runs now, for one kind of hook; ``depth`` counts the parts that run within it.
 
-    ``stack`` ends with the hooks, also where the forward is left midway.
+    ``stack`` ends with the hooks, also where the forward is left midway. ``kept``: what the model keeps on the side.
+    ``heads_around``: how many heads the module has for which this one computes attention.
     """
 
-    def __init__(self, stack: ExitStack, module: nn.Module, number: int, on_call: OnCall) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        module: nn.Module,
+        number: int,
+        on_call: OnCall,
+        kept: KeptOutputs | None,
+        heads_around: Sequence[int],
+    ) -> None:
         self.stack = stack
         self.module = module
         self.number = number
         self.on_call = on_call
+        self.kept = kept
+        self.heads_around = heads_around
         self.depth = 0
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgsKwargs | None:
         """The call begins; returns replacements of its arguments, if any."""
 
     def end(self, output: object) -> object:
@@ -60,9 +72,11 @@ def attach_calls(
     module: nn.Module,
     on_call: OnCall,
     *,
-    kind: Callable[[ExitStack, nn.Module, int, OnCall], RunningCall],
+    kind: Callable[[ExitStack, nn.Module, int, OnCall, KeptOutputs | None, Sequence[int]], RunningCall],
     find_parts: Callable[[nn.Module], Iterable[nn.Module]] = lambda module: (),
     ends_first: bool = False,
+    kept: KeptOutputs | None = None,
+    heads_around: Sequence[int] = (),
 ) -> None:
     """Have every call of a module seen as one of a kind, until the stack ends.
 
@@ -70,8 +84,8 @@ def attach_calls(
     """
     numbers, running, on_call = count(), list[RunningCall](), partial(run_own, on_call)
 
-    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        running.append(kind(stack, module, next(numbers), on_call))
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgsKwargs | None:
+        running.append(kind(stack, module, next(numbers), on_call, kept, heads_around))
         return running[-1].begin(args, kwargs)
 
     def end(module: nn.Module, args: tuple[Any, ...], output: object) -> object:

@@ -378,6 +378,43 @@ def test_three_axes(says_heads: bool) -> None:
     assert owners == ({"attention"} if says_heads else set())
 
 
+class DotProduct(nn.Module):
+    """Attention without weights of its own, and a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = torch.bmm(query, key.transpose(1, 2))
+        return torch.bmm(self.dropout(functional.softmax(scores, dim=-1)), value)
+
+
+class Projecting(FoldedAttention):
+    """Says how many heads there are, and leaves the rest to a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dot = DotProduct()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.dot(*(heads_of(part, 2).flatten(0, 1) for part in self.qkv(x).chunk(3, -1)))
+        return out.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
+
+
+def test_folded_in_a_part() -> None:
+    """A part without weights has the heads of the module around it: captured, and changed."""
+    module = Folded()
+    module.attention = Projecting()
+    module = seeded(module, 7).eval()
+    catalog, x = surveyed(module, 5, 8), torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(1))
+    assert [name for name, layer in catalog.layers.items() if layer.has_attention] == ["attention.dot"]
+    expected, _ = folded(module.attention, x)
+    torch.testing.assert_close(run(module, plan_for(catalog, "*:attention"), x)["attention.dot:attention"], expected)
+    changed = run(module, planned(catalog, "attention.dot", Operation("zero"), "attention"), x)
+    assert not changed["attention"].any()
+
+
 def _reduced(selector: Any, **options: Any) -> Any:
     return type(selector)(**{**vars(selector), "reduction": type(selector.reduction)(**options)})
 
