@@ -87,7 +87,6 @@ class Observation:
     info: TensorInfo  # with the shape of one row
     sketch: Sketch  # of the part that belongs to the row that ran alone
     axes: Axes = ()  # those of ``info``, empty where they were not followed
-    value: int = -1  # the number of what it held: a tensor that is written to gets another
 
 
 class CallRecorder:
@@ -120,7 +119,7 @@ class CallRecorder:
         self._look = look
         self._order = 0
         self._functions_since = 0  # how often a function began or ended since then
-        self._taken: dict[int, int] = {}  # the memory that the last function took, with its version then
+        self._taken: dict[int, int] = {}  # the memory that the last function took (0: none), with its version then
         self._running: list[tuple[nn.Module, int]] = []
         # By call: each attention with the tensor that tells where its rows are, and the number of learned sinks after
         # the real keys. None where weights do not stand as (heads, queries, keys).
@@ -178,8 +177,9 @@ class CallRecorder:
         Empty if functions, which may read them, are not recorded.
         """
         returned = defaultdict[Point, set[int]](set)
-        for point, each in self.tensors.items():
-            returned[point.side].add(each.value)
+        for value, points in enumerate(self._points):
+            for point in points:
+                returned[point.side].add(value)
         outputs = {side: replace(side, site="output") for side in self.orders if side.site == "input"}
 
         def reads(point: Point, value: int) -> bool:
@@ -227,7 +227,7 @@ class CallRecorder:
     def _record_function(self, module: nn.Module, number: int, function: str, site: Site, value: object) -> None:
         """Note what a function in a call of a module takes, or returns; the tensors may change later."""
         side = Point(self._names[module], number, (), site, function)
-        memory = {_get_address(tensor): get_version(tensor) for _, tensor in iterate_tensors(value)}
+        memory = {each.untyped_storage().data_ptr(): get_version(each) for _, each in iterate_tensors(value)}
         if site == "input":
             self._taken = memory
         elif any(address and self._taken.get(address) == memory[address] for address in memory):
@@ -245,8 +245,7 @@ class CallRecorder:
                 point = replace(side, path=path)
                 earlier = self._alone.tensors.get(point) if self._alone else None
                 observation = self.tensors[point] = self._observe(path, tensor, earlier)
-                observation.value = self._number_value(tensor)
-                self._points[observation.value].append(point)
+                self._points[self._number_value(tensor)].append(point)
                 if self._axes is not None:
                     observation.axes = self._axes.find(tensor)
                 if isinstance(value, Arguments) and value.lone:
@@ -320,11 +319,6 @@ class CallRecorder:
         self._order += 1
         self._functions_since = 0
         return self._order
-
-
-def _get_address(tensor: Tensor) -> int:
-    """The address of a tensor's storage; 0 if it has no memory."""
-    return tensor.untyped_storage().data_ptr()
 
 
 def _find_row_axis(shape: Shape, one: Shape | None) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
@@ -28,29 +29,17 @@ OnCall = Callable[[int, str, Site, object], Changes | None]
 ArgsKwargs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@dataclass(eq=False)
 class RunningCall:
-    """A call of a module that runs now, for one kind of hook; ``depth`` counts the parts that run within it.
+    """A call of a module that runs now, for one kind of hook."""
 
-    ``stack`` ends with the hooks, also where the forward is left midway. ``kept``: what the model keeps on the side.
-    ``heads_around``: how many heads the module has for which this one computes attention.
-    """
-
-    def __init__(
-        self,
-        stack: ExitStack,
-        module: nn.Module,
-        number: int,
-        on_call: OnCall,
-        kept: KeptOutputs | None,
-        heads_around: Sequence[int],
-    ) -> None:
-        self.stack = stack
-        self.module = module
-        self.number = number
-        self.on_call = on_call
-        self.kept = kept
-        self.heads_around = heads_around
-        self.depth = 0
+    stack: ExitStack  # ends with the hooks, also where the forward is left midway
+    module: nn.Module
+    number: int
+    on_call: OnCall
+    kept: KeptOutputs | None  # what the model keeps on the side
+    heads_around: Sequence[int]  # how many heads the module has for which this one computes attention
+    depth: int = 0  # how many parts run within it
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgsKwargs | None:
         """The call begins; returns replacements of its arguments, if any."""
