@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,9 @@ from layertap.models.inputs.model_inputs import POSITIONS, number_tokens
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.inputs.preprocess import normalize, normalize_batch
 from layertap.models.plan.plan import Plan
-from layertap.models.run import verification
 from layertap.models.run.batch_slices import BatchActivations, RequestSlice
 from layertap.models.run.compiled_plan import PlanGraphs
+from layertap.models.run.extract import extract_slices
 from layertap.models.run.fingerprint import get_proven_part
 from layertap.models.run.model_info import ModelInfo
 from layertap.models.run.replica import KeptForward, Replica
@@ -106,15 +107,10 @@ class LoadedModel(ModelInfo):
             if graphs is not None:
                 rows = graphs.get_padded_rows(rows, replica)
                 return graphs.run(self._assemble_batch(pieces, rows - count, None), rows, replica)
-            # Assembled for each forward: a model may write to its input.
             with replica.forward.kept():  # also what a backward changes, which may run parts again
-                return replica.extractor.extract_slices(
-                    lambda: self._forward(replica, self._assemble_batch(pieces, rows - count, resumption), resumption),
-                    slices,
-                    rows,
-                    self._join_masks(pieces, rows - count),
-                    self.catalog.traits.stops,
-                )
+                forward = partial(self.run_rows, replica, pieces, rows - count, resumption)
+                mask = self._join_masks(pieces, rows - count)
+                return extract_slices(replica.modules, forward, slices, rows, mask, self.catalog.traits.stops)
         except (IndexError, ValueError) as error:  # for example, a token beyond the vocabulary
             # Requests that share a forward run again, each alone.
             if len(pieces) == 1 and self.probe(replica, {} if resumption else pieces[0], slices) is not None:
@@ -124,35 +120,6 @@ class LoadedModel(ModelInfo):
             if not memory.is_out_of_memory(error):
                 raise
         raise out_of_memory_error(count)
-
-    def run_verified(
-        self,
-        replica: Replica,
-        piece: Inputs,
-        request_slice: RequestSlice,
-        plan: Plan,
-        catalog: Catalog,
-        padded_rows: int | None = None,
-        resumption: Resumption | None = None,
-    ) -> BatchActivations:
-        """``run`` for one request; RequestError if putting its captured outputs back changes the model's output."""
-        count = request_slice.stop - request_slice.start
-        rows = max(count, padded_rows or 0)
-        whole = RequestSlice(0, rows, verification.list_extra_captures(plan, catalog))
-        activations = self.run(replica, [piece], [request_slice, whole], padded_rows, resumption)
-
-        def run_again(values: verification.TensorsByPoint) -> verification.TensorsByPoint:
-            batch = self._assemble_batch([piece], rows - count, resumption)  # again: a model may have written to it
-            with replica.forward.kept():
-                return replica.extractor.run_with_replacements(
-                    lambda: self._forward(replica, batch, resumption), values
-                )
-
-        values = {capture.point: reduced.values for capture, reduced in activations.select(whole).items()}
-        verification.check_outputs(plan, catalog, values, run_again)
-        return BatchActivations(
-            {key: reduced for key, reduced in activations.pieces.items() if key[0] in request_slice.captures}
-        )
 
     def probe(
         self, replica: Replica, like: Inputs = NO_INPUTS, slices: Sequence[RequestSlice] = ()
@@ -167,7 +134,7 @@ class LoadedModel(ModelInfo):
         noise = specs or self.inputs, self.device, self.dtype
         try:
             with replica.forward.kept():
-                replica.extractor.extract_slices(lambda: replica.forward(make_noise_row(*noise)), one, 1)
+                extract_slices(replica.modules, lambda: replica.forward(make_noise_row(*noise)), one, 1)
                 transfer.synchronize(self.device)  # kernels report errors when they are waited for
         except LayertapError:  # noise is not what a request's plan expects
             return None
@@ -175,11 +142,15 @@ class LoadedModel(ModelInfo):
             return None if isinstance(error, MemoryError) or memory.is_out_of_memory(error) else error
         return None
 
-    def _forward(self, replica: Replica, batch: Inputs, resumption: Resumption | None) -> object:
+    def run_rows(
+        self, replica: Replica, pieces: Sequence[Inputs], padding: int, resumption: Resumption | None
+    ) -> object:
+        """What a replica's forward returns for all pieces, and ``padding`` copies of the first row; as in ``run``."""
+        batch = self._assemble_batch(pieces, padding, resumption)  # for each forward: a model may write to its input
         if resumption is None:
             return replica.forward(batch)
         output = next(iter(batch.values()))  # the mask of a text comes after its ids
-        return resumption.forward(replica.forward, replica.extractor.modules, output)
+        return resumption.forward(replica.forward, replica.modules, output)
 
     def _assemble_batch(
         self, pieces: Sequence[Inputs], padding: int, resumption: Resumption | None

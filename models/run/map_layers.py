@@ -11,12 +11,13 @@ from operator import itemgetter
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import LayertapError, SelectorError
+from layertap.models.hooks.attach import Modules
 from layertap.models.plan.objectives import OBJECTIVES
 from layertap.models.plan.plan import Capture, ResolvedObjective, Tap, get_boundary
 from layertap.models.plan.requested import Objective, Reduction
 from layertap.models.points import Point, Site, find_grid
 from layertap.models.run.batch_slices import RequestSlice
-from layertap.models.run.extractor import FeatureExtractor
+from layertap.models.run.extract import extract_slices
 
 MAX_TOGETHER = 16  # maps whose gradients one backward captures
 MAX_MAPS = 65  # maps tried in all: a transformer block returns 14
@@ -87,7 +88,7 @@ def make_trial_objective(objective: ResolvedObjective) -> ResolvedObjective:
 
 
 def find_last_sensitive(
-    extractor: FeatureExtractor,
+    modules: Modules,
     forward: Callable[[], object],
     maps: Sequence[Tap],
     objective: ResolvedObjective,
@@ -102,7 +103,7 @@ def find_last_sensitive(
         captures = [_capture_extremes(each) for each in chunk]
         request_slice = RequestSlice(0, 1, frozenset(captures), objective=objective)
         try:
-            gradients = extractor.extract_slices(forward, [request_slice], 1).select(request_slice)
+            gradients = extract_slices(modules, forward, [request_slice], 1).select(request_slice)
         except LayertapError:
             return None
         for tap, capture in zip(chunk, captures, strict=True):

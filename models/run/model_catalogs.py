@@ -164,8 +164,8 @@ def find_grad_cam_layer(model: LoadedModel, objective: ResolvedObjective) -> Tap
         layers = find_map_layers(model.get_catalog(inputs), objective.point)
         row = _make_row(model, inputs.specs)
         with _running(model.forward, model.threads):
-            extractor = model.replicas[0].extractor
-            layer = find_last_sensitive(extractor, lambda: model.forward(copy_rows(row)), layers, objective)
+            modules = model.replicas[0].modules
+            layer = find_last_sensitive(modules, lambda: model.forward(copy_rows(row)), layers, objective)
         layer = layer or layers[0]
         model.catalogs.grad_cam_layers.put(objective, layer)
     return layer

@@ -22,7 +22,6 @@ from layertap.models.errors import LoadError, escape
 from layertap.models.hooks import attach
 from layertap.models.inputs.noise import ROWS, copy_row, copy_rows
 from layertap.models.points import Point
-from layertap.models.run.extractor import FeatureExtractor
 from layertap.models.run.module_state import ModuleState
 
 STOPS = 8  # calls at which a forward is left
@@ -51,7 +50,7 @@ class Replica:
     def __init__(self, forward: KeptForward) -> None:
         self.forward = forward
         self.module = forward.module
-        self.extractor = FeatureExtractor(forward.module)
+        self.modules = attach.Modules(forward.module)
         self._own_hooks = attach.count_hooks(forward.module)  # that the model came with
 
     @property

@@ -7,21 +7,88 @@ fails: the value that the forward continues with is not the one that left the la
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from layertap.models.catalog.catalog import Catalog
+from layertap.models.devices.memory import Inputs
 from layertap.models.errors import Fault, RequestError, escape
+from layertap.models.hooks.attach import Modules, attach_tensors
+from layertap.models.hooks.kept import KeptOutputs
+from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.plan.plan import Capture, Plan, get_boundary
 from layertap.models.plan.requested import Reduction
 from layertap.models.points import Point
+from layertap.models.run.batch_slices import BatchActivations, RequestSlice
+from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.replica import Replica
+from layertap.models.run.resumption import Resumption
 
 TOLERANCE = 1e-5  # of the largest number of a tensor; equal bits are expected
 MAX_SEARCH = 16  # forwards to find out which layer it was
 TensorsByPoint = Mapping[Point, Tensor]
 # Runs a whole forward in which tensors are replaced; returns the replaced ones and the model's output.
 RunWithReplacements = Callable[[TensorsByPoint], TensorsByPoint]
+
+
+def run_verified(
+    model: LoadedModel,
+    replica: Replica,
+    piece: Inputs,
+    request_slice: RequestSlice,
+    plan: Plan,
+    catalog: Catalog,
+    padded_rows: int | None = None,
+    resumption: Resumption | None = None,
+) -> BatchActivations:
+    """``model.run`` for one request; RequestError if putting its captured outputs back changes the model's output."""
+    count = request_slice.stop - request_slice.start
+    rows = max(count, padded_rows or 0)
+    whole = RequestSlice(0, rows, list_extra_captures(plan, catalog))
+    activations = model.run(replica, [piece], [request_slice, whole], padded_rows, resumption)
+
+    def run_again(values: TensorsByPoint) -> TensorsByPoint:
+        with replica.forward.kept():
+            run_rows = partial(model.run_rows, replica, [piece], rows - count, resumption)
+            return _run_with_replacements(replica.modules, run_rows, values)
+
+    values = {capture.point: reduced.values for capture, reduced in activations.select(whole).items()}
+    check_outputs(plan, catalog, values, run_again)
+    return BatchActivations(
+        {key: reduced for key, reduced in activations.pieces.items() if key[0] in request_slice.captures}
+    )
+
+
+def _run_with_replacements(
+    modules: Modules, forward: Callable[[], object], values: TensorsByPoint
+) -> dict[Point, Tensor]:
+    """Run a whole forward in which the outputs of some calls are replaced.
+
+    Returns the tensors of its output and the replaced ones. RequestError if the model keeps one of these where it
+    can't be replaced.
+    """
+    replaced: dict[Point, Tensor] = {}
+
+    def replace(point: Point, tensor: Tensor) -> Tensor:
+        replaced[point] = tensor.clone()
+        # In the original's memory order: in another, kernels round otherwise.
+        return torch.empty_like(tensor).copy_(values[point])
+
+    kept = KeptOutputs(modules["."])
+    with ExitStack() as stack, torch.no_grad():
+        attach_tensors(stack, modules, values, replace, kept)
+        output = forward()
+        outputs = {Point(".", 0, path, "output"): tensor.clone() for path, tensor in iterate_tensors(output)}
+        del output
+    if kept.has_lost_any():
+        raise not_verified_error(
+            "not verified: the model keeps a layer's output, and reads it where it can't be replaced",
+            "ask for a layer after it, or leave 'verify' out",
+        )
+    return outputs | replaced
 
 
 def check_possible(plan: Plan, catalog: Catalog) -> None:

@@ -23,12 +23,13 @@ from torchvision.models.convnext import CNBlockConfig
 
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.survey import survey
+from layertap.models.hooks.attach import Modules
 from layertap.models.plan.plan import Plan
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Objective
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
-from layertap.models.run.extractor import FeatureExtractor
+from layertap.models.run.extract import extract_slices
 from layertap.models.spec import InputSpec
 from tests.models.extraction import list_tensors
 from tests.nets import resnet, swin, vit
@@ -123,7 +124,7 @@ def taken(module: nn.Module, plans: list[Plan], x: Tensor) -> list[dict[Key, Ten
     """What each row's plan gives in a forward of all of them."""
     wanted = [frozenset(result.capture for result in plan.results) for plan in plans]
     shares = [RequestSlice(at, at + 1, wanted[at], (), plan.objective) for at, plan in enumerate(plans)]
-    found = FeatureExtractor(module).extract_slices(lambda: module(x.clone()), shares, len(x))
+    found = extract_slices(Modules(module), lambda: module(x.clone()), shares, len(x))
     return [
         {(p.layer, p.call, p.path, p.site): value.values for c, value in found.select(share).items() for p in [c.point]}
         for share in shares

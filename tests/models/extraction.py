@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.devices.memory import Inputs
+from layertap.models.hooks.attach import Modules
 from layertap.models.plan.plan import Capture, Plan
 from layertap.models.points import Point, Site
 from layertap.models.run.batch_slices import JoinedRows, RequestSlice
-from layertap.models.run.extractor import FeatureExtractor
+from layertap.models.run.extract import extract_slices
 from layertap.models.run.loaded_model import LoadedModel, check_rows_fit
 from layertap.models.run.reduction import Reduced, ReducedArray, ReducedTensor
 from tests.oracle import Key, record
@@ -35,17 +36,17 @@ def see(model: LoadedModel, rows: Mapping[str, Tensor]) -> dict[Key, Tensor]:
 
 
 def extract_captures(
-    extractor: FeatureExtractor, forward: Callable[[], object], captures: Iterable[Capture], rows: int
+    modules: Modules, forward: Callable[[], object], captures: Iterable[Capture], rows: int
 ) -> dict[Capture, ReducedTensor]:
     """Each capture of a forward of so many rows, all of one request."""
     request_slice = RequestSlice(0, rows, frozenset(captures))
-    return extractor.extract_slices(forward, [request_slice], rows).select(request_slice)
+    return extract_slices(modules, forward, [request_slice], rows).select(request_slice)
 
 
 def run_plan(module: nn.Module, x: Tensor, plan: Plan) -> dict[str, Tensor]:
     """What a plan gives of one forward of a plain module, by key."""
     share = RequestSlice(0, len(x), plan.captures, plan.resolved_interventions, plan.objective)
-    taken = FeatureExtractor(module).extract_slices(lambda: module(x.clone()), [share], len(x)).select(share)
+    taken = extract_slices(Modules(module), lambda: module(x.clone()), [share], len(x)).select(share)
     return {result.key: taken[result.capture].values for result in plan.results}
 
 

@@ -27,6 +27,7 @@ from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.reduction import Reduced, ReducedTensor, own_memory
 from layertap.models.run.replica import Replica
 from layertap.models.run.row_check import has_same_row, select_row
+from layertap.models.run.verification import run_verified
 from layertap.service.engine.batch import (
     Batch,
     BatchFailures,
@@ -203,9 +204,8 @@ class BatchRunner:
         if first.verified_by is None:  # a request that is verified runs alone
             graphs = self._model.graphs[first.compiled.index] if first.compiled else None
             return self._model.run(self._replica, pieces, requests, padded_rows, resumption, graphs)
-        return self._model.run_verified(
-            self._replica, pieces[0], requests[0], first.plan, first.verified_by, padded_rows, resumption
-        )
+        verify = first.plan, first.verified_by, padded_rows, resumption
+        return run_verified(self._model, self._replica, pieces[0], requests[0], *verify)
 
 
 def _describe_kind(each: RowSlice) -> Hashable:

@@ -13,10 +13,10 @@ from torch import nn
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import SelectorError
 from layertap.models.explanations.maps import grad_cam
+from layertap.models.hooks.attach import Modules
 from layertap.models.plan.planner import resolve_objective
 from layertap.models.plan.requested import Objective
 from layertap.models.points import Point
-from layertap.models.run.extractor import FeatureExtractor
 from layertap.models.run.map_layers import find_attention, find_last_sensitive, find_map_layers
 from tests.nets import resnet, surveyed, swin, vit
 from tests.oracle import seeded
@@ -93,6 +93,6 @@ def test_the_last_layer_that_matters(kind: str) -> None:
     goal = resolve_objective(Objective("logit", "top"), catalog)
     found = find_map_layers(catalog, goal.point)
     row = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(4))
-    chosen = find_last_sensitive(FeatureExtractor(module), lambda: module(row.clone()), found, goal)
+    chosen = find_last_sensitive(Modules(module), lambda: module(row.clone()), found, goal)
     assert chosen is not None
     assert chosen.point.layer == (name or found[0].point.layer)

@@ -23,12 +23,13 @@ from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.survey import survey
 from layertap.models.errors import InputError, RequestError
 from layertap.models.hooks import attach
+from layertap.models.hooks.attach import Modules
 from layertap.models.plan.plan import Plan
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Intervention, Objective, Operation, TensorData
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
-from layertap.models.run.extractor import FeatureExtractor
+from layertap.models.run.extract import extract_slices
 from layertap.models.spec import InputSpec
 from tests.models.extraction import run_plan
 from tests.nets import SinkAttention, swin, vit
@@ -474,7 +475,7 @@ def test_a_forward_left_midway(site: str) -> None:
     plan = plan_for(catalog, f"blocks.1.attn:{site}", "blocks.1.attn.qkv", objective=objective)
     share = RequestSlice(0, ROWS + 1, plan.captures, (), plan.objective)
     with pytest.raises(InputError, match="qkv"):  # a row fewer than was said
-        FeatureExtractor(module).extract_slices(lambda: module(x), [share], ROWS + 1)
+        extract_slices(Modules(module), lambda: module(x), [share], ROWS + 1)
     assert same_state(module) == before
     handle = module.get_submodule("blocks.1.attn.proj").register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -572,7 +573,7 @@ def test_rows_of_others(name: str) -> None:
         RequestSlice(1, 2, plan.captures, plan.resolved_interventions),
         RequestSlice(2, ROWS, plain.captures),
     ]
-    taken = FeatureExtractor(module).extract_slices(lambda: module(x), shares, ROWS)
+    taken = extract_slices(Modules(module), lambda: module(x), shares, ROWS)
     for share, wanted in zip(shares, (plain, plan, plain), strict=True):
         alone = run(module, wanted, x[share.start : share.stop])
         together = taken.select(share)

@@ -21,7 +21,7 @@ from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Intervention, Objective, Operation, Selector, TensorData
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
-from layertap.models.run.extractor import FeatureExtractor
+from layertap.models.run.extract import extract_slices
 from layertap.models.run.resumption import Resumption, find_start
 from layertap.models.run.resumption_proof import verify_resumable
 from layertap.models.spec import InputSpec
@@ -39,7 +39,7 @@ def extract(module: nn.Module, selectors: Iterable[str | Selector], x: Tensor) -
     """What selectors give of one forward."""
     parsed = [parse_selector(each) if isinstance(each, str) else each for each in selectors]
     plan = make_plan(parsed, survey_functions(module))
-    results = extract_captures(FeatureExtractor(module), lambda: module(x.clone()), plan.captures, len(x))
+    results = extract_captures(Modules(module), lambda: module(x.clone()), plan.captures, len(x))
     assert (count_hooks(module), count_modes()) == (0, 0)
     return {result.key: results[result.capture].values for result in plan.results}
 
@@ -103,21 +103,21 @@ def test_numbers_that_depend_on_the_input() -> None:
             return x * 2 + 1 if bool(x.amax() < 100) else x * 2
 
     plan = make_plan([parse_selector("./add#0")], survey_functions(ByRow()))
-    extractor = FeatureExtractor(ByRow())
+    modules = Modules(ByRow())
     with pytest.raises(LayerNotReachedError, match=r"never reached"):
-        extract_captures(extractor, lambda: ByRow()(torch.full((1, 4), 200.0)), plan.captures, 1)
+        extract_captures(modules, lambda: ByRow()(torch.full((1, 4), 200.0)), plan.captures, 1)
 
 
 def test_a_forward_that_raises_leaves_nothing(outer: Outer) -> None:
     """However a forward ends, no mode is on and no hook is left."""
     plan = make_plan([parse_selector("mixer/add#1"), parse_selector("mixer.halves/add")], survey_functions(outer))
-    extractor = FeatureExtractor(outer)
+    modules = Modules(outer)
 
     def forward() -> object:
         return outer(torch.ones(2, 5))
 
     with pytest.raises(RuntimeError):
-        extract_captures(extractor, forward, plan.captures, 2)
+        extract_captures(modules, forward, plan.captures, 2)
     assert (count_hooks(outer), count_modes()) == (0, 0)
 
 
@@ -186,7 +186,7 @@ def extract_all(module: nn.Module, inputs: Mapping[str, Tensor], *plans: Plan) -
         for k, each in enumerate(plans)
     ]
     rows = {name: value.clone() for name, value in inputs.items()}
-    found = FeatureExtractor(module).extract_slices(lambda: module(**rows), slices, count)
+    found = extract_slices(Modules(module), lambda: module(**rows), slices, count)
     assert (count_hooks(module), count_modes()) == (0, 0)
     results = [found.select(each) for each in slices]
     return [

@@ -16,12 +16,13 @@ from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.survey import survey
 from layertap.models.errors import InputError, RequestError
 from layertap.models.hooks import attach
+from layertap.models.hooks.attach import Modules
 from layertap.models.plan.plan import Plan
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Intervention, Objective, ObjectiveKind, Operation
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
-from layertap.models.run.extractor import FeatureExtractor
+from layertap.models.run.extract import extract_slices
 from layertap.models.spec import InputSpec
 from tests.models.extraction import run_plan
 from tests.nets import Pruned, resnet, surveyed
@@ -202,9 +203,8 @@ def test_no_graph_outlives_its_forward() -> None:
     gc.collect()
     gc.freeze()  # what others made is not looked at
     for _ in range(3):
-        FeatureExtractor(module).extract_slices(
-            lambda: module(x), [RequestSlice(0, 1, plan.captures, plan.resolved_interventions, plan.objective)], 1
-        )
+        share = RequestSlice(0, 1, plan.captures, plan.resolved_interventions, plan.objective)
+        extract_slices(Modules(module), lambda: module(x), [share], 1)
     gc.collect()
     left = [value.shape for value in gc.get_objects() if type(value) is Tensor and value.requires_grad]
     gc.unfreeze()

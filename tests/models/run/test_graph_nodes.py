@@ -14,9 +14,9 @@ from torchvision.models import feature_extraction, get_model
 from torchvision.models.feature_extraction import NodePathTracer, create_feature_extractor, get_graph_node_names
 
 from layertap.models.catalog.survey import survey
+from layertap.models.hooks.attach import Modules
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.selectors import parse_selector
-from layertap.models.run.extractor import FeatureExtractor
 from layertap.models.spec import InputSpec
 from tests.models.extraction import extract_captures
 from tests.oracle import seeded
@@ -82,7 +82,7 @@ def extract(module: nn.Module, selectors: Iterable[str], image: Tensor) -> dict[
     specs, cpu = (InputSpec("x", tuple(image.shape[1:])),), torch.device("cpu")
     catalog = survey(module, specs, lambda rows: module(*rows.values()), cpu, 0, torch.float32, functions=True)
     plan = make_plan([parse_selector(text) for text in selectors], catalog)
-    results = extract_captures(FeatureExtractor(module), lambda: module(image.clone()), plan.captures, len(image))
+    results = extract_captures(Modules(module), lambda: module(image.clone()), plan.captures, len(image))
     return {result.key: results[result.capture].values for result in plan.results}
 
 

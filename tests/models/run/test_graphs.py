@@ -15,12 +15,13 @@ from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.survey import survey
 from layertap.models.errors import InputError
 from layertap.models.hooks import attach
+from layertap.models.hooks.attach import Modules
 from layertap.models.plan.plan import Plan
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Intervention, Objective, Operation
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
-from layertap.models.run.extractor import FeatureExtractor
+from layertap.models.run.extract import extract_slices
 from layertap.models.spec import InputSpec
 from tests.models.extraction import run_plan
 from tests.oracle import seeded
@@ -121,14 +122,14 @@ def test_neighbours_do_not_hide_a_cut(kind: str, mate: tuple[str, str | None]) -
     cut = planned(catalog, "first:grad_output")
     x = drawn(3, 4)
     good = RequestSlice(0, 1, fine.captures, (), fine.objective)
-    taken = FeatureExtractor(net).extract_slices(lambda: net(x[:1]), [good], 1).select(good)
+    taken = extract_slices(Modules(net), lambda: net(x[:1]), [good], 1).select(good)
     assert all(reduced.values.any() for reduced in taken.values())
     for shares in (
         [good, RequestSlice(1, 3, cut.captures, (), cut.objective)],
         [RequestSlice(1, 3, cut.captures, (), cut.objective), good],
     ):
         with pytest.raises(InputError, match="computes without gradients"):
-            FeatureExtractor(net).extract_slices(lambda: net(x), shares, 3)
+            extract_slices(Modules(net), lambda: net(x), shares, 3)
 
 
 class Block(nn.Module):

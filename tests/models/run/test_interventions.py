@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import RequestError
+from layertap.models.hooks.attach import Modules
 from layertap.models.plan.plan import Plan
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Intervention, Objective, Operation, TensorData
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
-from layertap.models.run.extractor import FeatureExtractor
+from layertap.models.run.extract import extract_slices
 from tests.models.extraction import run_plan
 from tests.nets import WindowMajor, Windows, bottlenecks, resnet, surveyed, swin, vit
 
@@ -230,9 +231,7 @@ def test_alone_where_rows_do_not_stand_in_order(how: Operation) -> None:
     together = run_plan(module, x, plan)["."]
     for row in range(3):
         share = RequestSlice(0, 1, plan.captures, plan.resolved_interventions, row_offset=row)
-        taken = (
-            FeatureExtractor(module).extract_slices(lambda row=row: module(x[row : row + 1]), [share], 1).select(share)
-        )
+        taken = extract_slices(Modules(module), lambda row=row: module(x[row : row + 1]), [share], 1).select(share)
         torch.testing.assert_close(together[row : row + 1], taken[plan.results[0].capture].values)
 
 
@@ -260,7 +259,7 @@ def test_alone_and_together(known: tuple[nn.Module, Catalog], objective: Objecti
         RequestSlice(2 * at, 2 * at + 2, plan.captures, plan.resolved_interventions, plan.objective)
         for at, plan in enumerate(plans)
     ]
-    taken = FeatureExtractor(module).extract_slices(lambda: module(x.clone()), shares, len(x))
+    taken = extract_slices(Modules(module), lambda: module(x.clone()), shares, len(x))
     for plan, share in zip(plans, shares, strict=True):
         alone = run_plan(module, x[share.start : share.stop], plan)
         for result in plan.results:

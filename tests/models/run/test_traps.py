@@ -178,7 +178,7 @@ def test_a_bad_name_midway(load_net: Loader) -> None:
     plan = make_plan([parse_selector("conv1"), parse_selector("bn1:input")], model.catalog)
     missing = [*plan.captures, Capture(Point("layer9", 0, (), "output"), plan.results[0].capture.info, Reduction())]
     with pytest.raises(KeyError):
-        extract_captures(model.replicas[0].extractor, lambda: None, missing, 1)
+        extract_captures(model.replicas[0].modules, lambda: None, missing, 1)
     with pytest.raises(RuntimeError, match="expected input"):
         ours(model, torch.ones(1, 2, 8, 8), "bn1:input", "layer1")
     assert count_hooks(model.module) == 1

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
 from layertap.models.errors import RequestError
+from layertap.models.hooks.attach import Modules
 from layertap.models.plan.plan import Plan
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Objective
 from layertap.models.plan.selectors import parse_selector
-from layertap.models.run.extractor import FeatureExtractor
 from layertap.models.run.loaded_model import LoadedModel
 from tests.conftest import Loader
 from tests.models.extraction import extract_captures, extract_plan
@@ -68,7 +68,7 @@ def test_timms_fused_kernel_skips_its_dropout() -> None:
     with pytest.raises(RequestError, match="never runs"):
         make_plan([parse_selector("blocks.1.attn.attn_drop")], catalog)
     plan = make_plan([parse_selector("blocks.1.attn:attention")], catalog)
-    taken = extract_captures(FeatureExtractor(module), lambda: module(x), plan.captures, 2)
+    taken = extract_captures(Modules(module), lambda: module(x), plan.captures, 2)
     weights, _ = timm_vit(module.blocks[1].attn, record(module, x)["blocks.1.attn", 0, (), "input"])
     torch.testing.assert_close(next(iter(taken.values())).values, weights)
 

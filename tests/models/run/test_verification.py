@@ -16,6 +16,7 @@ from layertap.models.plan.requested import Reduction, Selector
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
 from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.verification import run_verified
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import Loader
 from tests.loading import load_model
@@ -61,7 +62,7 @@ def plan_of(model: LoadedModel, *texts: str, **how: Any) -> Plan:
 def verified(model: LoadedModel, plan: Plan, rows: int = 2, padded: int | None = None) -> dict[Any, Tensor]:
     share = RequestSlice(0, rows, plan.captures)
     piece = batch(model.inputs, rows, seed=5)
-    taken = model.run_verified(model.replicas[0], piece, share, plan, model.catalog, padded)
+    taken = run_verified(model, model.replicas[0], piece, share, plan, model.catalog, padded)
     assert model.hooks == 0
     return {capture.point: reduced.values for capture, reduced in taken.select(share).items()}
 

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import InputError, LayerNotReachedError
-from layertap.models.hooks.attach import count_hooks
+from layertap.models.hooks.attach import Modules, count_hooks
 from layertap.models.plan.plan import Capture, Plan
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Reduction, Selector
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.points import Point
-from layertap.models.run.extractor import FeatureExtractor
 from tests.conftest import Loader
 from tests.marks import slow
 from tests.models.extraction import extract_captures, extract_plan, list_tensors, see
@@ -111,7 +110,7 @@ def test_a_point_that_is_not_reached() -> None:
     module = EarlyExit()
     plan = make_plan([parse_selector("first"), parse_selector("second")], surveyed(module, 4))
     with pytest.raises(LayerNotReachedError, match="this input's forward never reached 'second#0:output'"):
-        extract_captures(FeatureExtractor(module), lambda: module(torch.full((1, 4), 1e6)), plan.captures, 1)
+        extract_captures(Modules(module), lambda: module(torch.full((1, 4), 1e6)), plan.captures, 1)
     assert count_hooks(module) == 0
 
 
@@ -124,10 +123,10 @@ def test_a_shape_that_the_catalog_does_not_know() -> None:
         selectors = [Selector("keep", "keep", reduction=Reduction(pool=pool))]
         plan = make_plan(selectors, catalog)
         with pytest.raises(InputError, match=r"'keep#0:output' is float32 \[2, 3, 4\], not float32 \[2, 6, 4\]"):
-            extract_captures(FeatureExtractor(module), lambda: module(far), plan.captures, 2)
+            extract_captures(Modules(module), lambda: module(far), plan.captures, 2)
         assert count_hooks(module) == 0
     with pytest.raises(InputError, match="is float64"):
-        extract_captures(FeatureExtractor(module.double()), lambda: module(far.double() / 10), plan.captures, 2)
+        extract_captures(Modules(module.double()), lambda: module(far.double() / 10), plan.captures, 2)
 
 
 def test_users_hooks_survive() -> None:
@@ -142,7 +141,7 @@ def test_users_hooks_survive() -> None:
     module[0].register_forward_hook(zeroed)
     module[1].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
     taken = extract_captures(
-        FeatureExtractor(module), lambda: module(torch.ones(1, 4)), [capture("0", (1, 4)), capture("1", (1, 4))], 1
+        Modules(module), lambda: module(torch.ones(1, 4)), [capture("0", (1, 4)), capture("1", (1, 4))], 1
     )
     values = {key(each)[0]: reduced.values for each, reduced in taken.items()}
     assert values["0"].tolist() == [[0] * 4]

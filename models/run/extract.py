@@ -1,10 +1,10 @@
-"""Collector: the pending work of one forward for the requests that share it, done by hooks at each call."""
+"""One forward for several requests: attach hooks, run it, change and reduce inside the hooks, detach."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
@@ -23,11 +23,47 @@ from layertap.models.hooks.tensor_tree import Arguments, Path, TensorsByPath, it
 from layertap.models.plan.operations import apply_operation
 from layertap.models.plan.plan import Capture, ResolvedIntervention, ResolvedObjective, Tap
 from layertap.models.points import ATTENTION, GRADIENTS, Point, format_path
-from layertap.models.run.batch_slices import RequestSlice, find_spans
-from layertap.models.run.gradient_anchors import GradientAnchors, compute_objective
+from layertap.models.run.batch_slices import BatchActivations, RequestSlice, find_spans
+from layertap.models.run.gradient_anchors import GradientAnchors, compute_objective, find_unreachable
 from layertap.models.run.reduction import ReducedTensor, reduce
 
 Interventions = list[tuple[RequestSlice, ResolvedIntervention]]
+
+
+def extract_slices(
+    modules: Modules,
+    forward: Callable[[], object],
+    slices: Iterable[RequestSlice],
+    row_count: int,
+    token_mask: Tensor | None = None,
+    stops: bool = True,
+) -> BatchActivations:
+    """Run one forward for several requests: the hooks are the union, each reduces only the rows that asked.
+
+    ``token_mask`` (rows, tokens), on the host, is False for padding. The forward ends as soon as nothing is pending, if
+    it ``stops``; a backward follows if a slice has an objective. If that finds no graph ``forward`` runs once more. The
+    results are on the model's device, without a graph. LayerNotReachedError if the forward ends earlier, InputError if
+    a tensor is not as its catalog says; errors of the forward pass through. In every case the hooks are gone. Not
+    thread-safe: hooks run in every forward through the modules.
+    """
+    collector = Collector(tuple(slices), row_count, modules, token_mask, stops)
+    with collector.set_grad_mode():
+        with ExitStack() as stack:
+            collector.attach(stack)
+            with suppress(StopForward):
+                forward()
+        collector.check()
+        with ExitStack() as stack:
+            collector.attach_recompute(stack)
+            with suppress(StopForward):
+                collector.backward()
+        collector.check()
+        for point in find_unreachable(forward, modules, collector.find_unreached()):
+            raise InputError(
+                f"between its input and {point.escaped_text} the model computes without gradients",
+                hint="take an objective before the model's own torch.no_grad() or detach()",
+            )
+    return BatchActivations(collector.results)
 
 
 @dataclass
