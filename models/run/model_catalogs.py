@@ -25,8 +25,7 @@ from layertap.models.run.costs import measure_costs, time_call
 from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.map_layers import find_last_sensitive, find_map_layers
 from layertap.models.run.replica import KeptForward, may_stop
-from layertap.models.run.resumption import Resumption, not_resumable_error
-from layertap.models.run.resumption_proof import verify_resumable
+from layertap.models.run.resumption import Resumption, not_resumable_error, verify_resumable
 from layertap.models.spec import InputSpec, Shapes
 
 QUICK_S = 0.5  # CPU-seconds of a forward for which one thread is enough: further threads would only spin

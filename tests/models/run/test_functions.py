@@ -22,8 +22,7 @@ from layertap.models.plan.requested import Intervention, Objective, Operation, S
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
 from layertap.models.run.extract import extract_slices
-from layertap.models.run.resumption import Resumption, find_start
-from layertap.models.run.resumption_proof import verify_resumable
+from layertap.models.run.resumption import Resumption, find_start, verify_resumable
 from layertap.models.spec import InputSpec
 from tests.function_nets import Branches, InPlace, Outer, count_modes, mix
 from tests.models.extraction import extract_captures

@@ -20,8 +20,7 @@ from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
 from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.model_catalogs import verify_resumption
-from layertap.models.run.resumption import Resumption, find_start
-from layertap.models.run.resumption_proof import verify_resumable
+from layertap.models.run.resumption import Resumption, find_start, verify_resumable
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import net_spec
 from tests.loading import load_model
