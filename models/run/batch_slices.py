@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.models.catalog.row_tensor import RowTensor, Span
+from layertap.models.catalog.row_tensor import Span
 from layertap.models.devices import transfer
 from layertap.models.plan.plan import Capture, ResolvedIntervention, ResolvedObjective
-from layertap.models.plan.poolings import POOLINGS
 from layertap.models.run.reduction import Reduced, ReducedArray, ReducedTensor
 
 Array = NDArray[Any]
@@ -40,48 +37,19 @@ class RequestSlice:
         return self.start, self.stop
 
 
-def find_spans(slices: Iterable[RequestSlice], row_count: int) -> dict[Capture, tuple[Span, ...]]:
-    """The rows that each capture is wanted for; of tensors whose rows can't be separated all.
-
-    Adjacent requests with the same capture share a span if that does not change bits: sums and powers of several rows
-    are rounded differently from those of one, and an answer must not depend on its neighbours.
-    """
-    spans_by_capture: dict[Capture, list[Span]] = {}
-    for each in sorted(slices, key=lambda each: each.start):
-        for capture in each.captures:
-            spans = spans_by_capture.setdefault(capture, [])
-            if not _has_rows(capture):
-                spans[:] = [(0, row_count)]
-            elif spans and spans[-1][1] == each.start and _is_exact(capture):
-                spans[-1] = (spans[-1][0], each.stop)
-            else:
-                spans.append(each.span)
-    return {capture: tuple(spans) for capture, spans in spans_by_capture.items()}
-
-
 @dataclass(frozen=True)
 class BatchActivations:
-    """What the hooks of one forward captured: each capture reduced, span by span."""
+    """What the hooks of one forward captured: each capture reduced for the rows of each request by themselves.
 
-    pieces: Mapping[tuple[Capture, Span], ReducedTensor]
+    Rows of two requests are never reduced together: sums and powers of several rows are rounded differently from those
+    of one, and an answer must not depend on its neighbours.
+    """
 
-    @cached_property
-    def _by_capture(self) -> Mapping[Capture, Sequence[tuple[Span, ReducedTensor]]]:
-        pieces: dict[Capture, list[tuple[Span, ReducedTensor]]] = {}
-        for (capture, span), reduced in sorted(self.pieces.items(), key=lambda item: item[0][1]):
-            pieces.setdefault(capture, []).append((span, reduced))
-        return pieces
+    pieces: Mapping[tuple[Capture, Span | None], ReducedTensor]  # None: all rows, which can't be separated
 
     def select(self, request_slice: RequestSlice) -> dict[Capture, ReducedTensor]:
-        """One request's results; they may be views of memory that neighbours share: read-only."""
-        start = request_slice.start
-        results = {}
-        for capture in request_slice.captures:
-            pieces = self._by_capture[capture]
-            index = bisect_right(pieces, start, key=lambda piece: piece[0][0]) - 1 if _has_rows(capture) else 0
-            span, reduced = pieces[index]
-            results[capture] = _select_reduced(reduced, capture, span, request_slice.span)
-        return results
+        """One request's results; those of all rows are shared with its neighbours: read-only."""
+        return {capture: self.pieces[capture, find_span(capture, request_slice)] for capture in request_slice.captures}
 
     def to_host(self) -> BatchActivations:
         """The same in the host's memory: from another device all of it comes in one copy."""
@@ -91,29 +59,10 @@ class BatchActivations:
         )
 
 
-def _is_exact(capture: Capture) -> bool:
-    """Whether a result's numbers are the captured ones, and none is made of several."""
-    reduction = capture.reduction
-    # Not max: which of two zeros or NaNs it gives depends on their positions.
-    makes = reduction.project, reduction.stats, reduction.metric
-    combines = reduction.normalize or any(each is not None for each in makes)
-    return not combines and not POOLINGS[reduction.pool].combines
-
-
-def _has_rows(capture: Capture) -> bool:
-    return capture.info.row_axis is not None and not capture.info.crosses_rows
-
-
-def _select_reduced(reduced: ReducedTensor, capture: Capture, span: Span, wanted: Span) -> ReducedTensor:
-    """Some rows of a span's result."""
-    if not _has_rows(capture) or span == wanted:
-        return reduced
-    part = wanted[0] - span[0], wanted[1] - span[0]
-    values = RowTensor(reduced.values, capture.reduced_info).select(part).value.contiguous()
-    if reduced.scale is None:
-        return Reduced(values)
-    entries = capture.reduced_info.entries_per_row
-    return Reduced(values, reduced.scale[part[0] * entries : part[1] * entries])
+def find_span(capture: Capture, request_slice: RequestSlice) -> Span | None:
+    """The rows that a request wants a capture for; None for all of the forward, if they can't be separated."""
+    has_rows = capture.info.row_axis is not None and not capture.info.crosses_rows
+    return request_slice.span if has_rows else None
 
 
 class JoinedRows:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from layertap.models.catalog.catalog import Costs
+from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.errors import LayertapError
 from layertap.models.plan.plan import Capture, Plan
-from layertap.models.run.batch_slices import BatchActivations
-from layertap.models.run.reduction import Reduced, own_memory
+from layertap.models.run.batch_slices import BatchActivations, RequestSlice
+from layertap.models.run.reduction import Reduced, ReducedTensor, own_memory
 from layertap.models.run.replica import Replica
 
 
@@ -62,13 +63,26 @@ class PlanGraphs:
         """The number of rows to pad a replica's batch to: the smallest size with a CUDA graph; its own if none fits."""
         return min((size for size in self.cuda_graphs.get(replica, ()) if size >= rows), default=rows)
 
-    def run(self, batch: Mapping[str, Tensor], rows: int, replica: Replica | None = None) -> BatchActivations:
-        """All captures of a batch of ``rows`` rows, on the device; raises what the graph raises."""
+    def run(
+        self, batch: Mapping[str, Tensor], slices: Iterable[RequestSlice], rows: int, replica: Replica | None = None
+    ) -> BatchActivations:
+        """The captures of the requests in a batch of ``rows`` rows, on the device; raises what the graph raises."""
         captured = self.cuda_graphs.get(replica, {}) if replica else {}
         graph = captured.get(rows) or (self.single_row if rows == 1 else self.batch)
         with torch.no_grad():
             tensors = iter(graph.run([batch[name] for name in self.inputs]))
-        results = (Reduced(next(tensors), next(tensors) if each.is_scaled else None) for each in self.captures)
+        results = {each: Reduced(next(tensors), next(tensors) if each.is_scaled else None) for each in self.captures}
         return BatchActivations(
-            {(capture, (0, rows)): own_memory(each) for capture, each in zip(self.captures, results, strict=True)}
+            {
+                (capture, each.span): own_memory(select_rows(results[capture], capture, each.span))
+                for each in slices
+                for capture in each.captures
+            }
         )
+
+
+def select_rows(reduced: ReducedTensor, capture: Capture, span: Span) -> ReducedTensor:
+    """Some rows of a batch's result; a view where its rows are on axis 0."""
+    values = RowTensor(reduced.values, capture.reduced_info).select(span).value.contiguous()
+    entries, (start, stop) = capture.reduced_info.entries_per_row, span
+    return Reduced(values, None if reduced.scale is None else reduced.scale[start * entries : stop * entries])

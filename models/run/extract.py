@@ -23,7 +23,7 @@ from layertap.models.hooks.tensor_tree import Arguments, Path, TensorsByPath, it
 from layertap.models.plan.operations import apply_operation
 from layertap.models.plan.plan import Capture, ResolvedIntervention, ResolvedObjective, Tap
 from layertap.models.points import ATTENTION, GRADIENTS, Point, format_path
-from layertap.models.run.batch_slices import BatchActivations, RequestSlice, find_spans
+from layertap.models.run.batch_slices import BatchActivations, RequestSlice, find_span
 from layertap.models.run.gradient_anchors import GradientAnchors, compute_objective, find_unreachable
 from layertap.models.run.reduction import ReducedTensor, reduce
 
@@ -107,7 +107,7 @@ def group_actions(
 class Collector:
     """The pending work of one forward: hooks close over it, nothing of it is stored on the model.
 
-    ``results`` are the captures made so far, reduced span by span.
+    ``results`` are the captures made so far, reduced for each request that wants them.
     """
 
     def __init__(
@@ -120,8 +120,12 @@ class Collector:
     ) -> None:
         """``stops``: whether the forward may be left midway, when nothing is pending."""
         self._stops = stops
-        spans = find_spans(slices, row_count)
-        self.results: dict[tuple[Capture, Span], ReducedTensor] = {}
+        # By capture the rows that each request wants it for, in order: of a dictionary only the keys count.
+        spans: dict[Capture, dict[Span | None, None]] = {}
+        for each in slices:
+            for capture in each.captures:
+                spans.setdefault(capture, {})[find_span(capture, each)] = None
+        self.results: dict[tuple[Capture, Span | None], ReducedTensor] = {}
         self._pending = {capture: spans[capture] for capture in spans if capture.point.site not in GRADIENTS}
         self._gradients = {capture: spans[capture] for capture in spans if capture.point.site in GRADIENTS}
         self._slices = slices
@@ -317,8 +321,8 @@ class Collector:
         for span in spans:
             self._reduce(capture, span, tensor.detach())
 
-    def _reduce(self, capture: Capture, span: Span, tensor: Tensor) -> None:
-        part = RowTensor.from_hook(tensor, capture.info, self._token_mask).select(span)
+    def _reduce(self, capture: Capture, span: Span | None, tensor: Tensor) -> None:
+        part = RowTensor.from_hook(tensor, capture.info, self._token_mask).select(span or (0, self._row_count))
         self.results[capture, span] = reduce(part, capture.reduction, capture.length)
 
     def _add_objective(self, index: int, objective: ResolvedObjective, tensor: Tensor) -> None:

@@ -106,7 +106,7 @@ class LoadedModel(ModelInfo):
         try:
             if graphs is not None:
                 rows = graphs.get_padded_rows(rows, replica)
-                return graphs.run(self._assemble_batch(pieces, rows - count, None), rows, replica)
+                return graphs.run(self._assemble_batch(pieces, rows - count, None), slices, rows, replica)
             with replica.forward.kept():  # also what a backward changes, which may run parts again
                 forward = partial(self.run_rows, replica, pieces, rows - count, resumption)
                 mask = self._join_masks(pieces, rows - count)

@@ -107,7 +107,7 @@ def test_exported(loaded: Callable[..., LoadedModel], net: str, layers: list[str
     for count in (1, 2, 5):
         rows = batch(model.inputs, count, seed=4)
         share = RequestSlice(0, count, plan.captures)
-        found = made.run({name: value.clone() for name, value in rows.items()}, count).select(share)
+        found = made.run({name: value.clone() for name, value in rows.items()}, [share], count).select(share)
         for capture, wanted in hooked(model, rows, plan).items():
             torch.testing.assert_close(found[capture].values, wanted.values, rtol=1e-4, atol=1e-5)
     assert model.hooks == 0
