@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.export import ExportedProgram, export
 
 from bench.graphs.variants import Variant
-from layertap.models.compiled.compile import (
+from layertap.models.compiled.graphs import (
     OPTIONS,
     compile_graph,
     compute_key,

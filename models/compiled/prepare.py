@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 
 from layertap.models.catalog.catalog import Costs
-from layertap.models.compiled.compile import Kind, compile_captures, compute_key, get_kind, open_folder, open_graph
-from layertap.models.compiled.cuda_graphs import capture_cuda_graphs
+from layertap.models.compiled.graphs import (
+    Kind,
+    capture_cuda_graphs,
+    compile_captures,
+    compute_key,
+    get_kind,
+    open_folder,
+    open_graph,
+)
 from layertap.models.devices import devices
 from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.devices.turns import take_turn

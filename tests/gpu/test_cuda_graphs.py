@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.compiled.compile import export_graph
-from layertap.models.compiled.cuda_graphs import CudaGraph, capture_cuda_graphs
+from layertap.models.compiled.graphs import CudaGraph, capture_cuda_graphs, export_graph
 from layertap.models.compiled.prepare import check_against_hooks, prepare_warm_plans
 from layertap.models.devices import transfer
 from layertap.models.plan.plan import Plan

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.compiled.cuda_graphs import CudaGraph
+from layertap.models.compiled.graphs import CudaGraph
 from layertap.models.compiled.prepare import check_against_hooks
 from layertap.models.plan.plan import Plan
 from layertap.models.plan.planner import make_plan

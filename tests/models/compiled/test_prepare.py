@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.compiled import prepare
-from layertap.models.compiled.compile import compute_key, export_graph
+from layertap.models.compiled.graphs import compute_key, export_graph
 from layertap.models.compiled.prepare import list_captures, make_warm_plan, prepare_warm_plans
 from layertap.models.plan.plan import Capture, Plan
 from layertap.models.plan.planner import make_plan

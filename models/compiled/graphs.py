@@ -1,6 +1,7 @@
 """Graphs of a plan's captures: exported with hooks attached, compiled ahead of time, kept in a folder, and opened.
 
-Operations that no capture needs are removed.
+Operations that no capture needs are removed. Of an opened graph CUDA graphs are captured for some batch sizes;
+docs/explanation/gpu.md explains them.
 """
 
 from __future__ import annotations
@@ -14,27 +15,28 @@ import stat
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Literal
+from typing import Any, Literal
 from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor, nn
 
 from layertap.models.catalog.row_tensor import RowTensor
+from layertap.models.devices import devices, transfer
 from layertap.models.devices.devices import describe_processor
 from layertap.models.hooks.attach import Modules, attach_tensors
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.plan.plan import Capture
 from layertap.models.points import Point
-from layertap.models.run.compiled_plan import Graph, WarmError
+from layertap.models.run.compiled_plan import Graph, PlanGraphs, WarmError
 from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.reduction import ReducedTensor, apply_reduction
-from layertap.models.run.replica import call_module
+from layertap.models.run.replica import Replica, call_module
 
 Kind = Literal["one", "several"]  # rows of a batch
 MIN_ROWS = 2  # of a dynamic batch: torch.export specialises on sizes 0 and 1
@@ -46,6 +48,7 @@ OPTIONS: Mapping[Kind, Mapping[str, object]] = {"one": THREADS, "several": {**TH
 BUILD: Mapping[str, object] = {"aot_inductor.precompile_headers": False}
 RUNNER = Path(__file__).with_name("runner.cpp")
 COMPILER_TIMEOUT_S = 300.0
+WARMUP_ROUNDS = 3  # forwards before a capture, which must not contain one-time work such as tuning and loading
 _loading = Lock()
 
 
@@ -224,3 +227,49 @@ def _build_runner(path: Path) -> None:
         except (OSError, subprocess.SubprocessError) as error:
             raise WarmError(f"the C++ compiler failed ({type(error).__name__})") from error
         made.replace(path)
+
+
+@dataclass(frozen=True, eq=False)
+class CudaGraph:
+    """A captured graph for batches of one size; only the replica's thread may run it."""
+
+    inputs: tuple[Tensor, ...]  # the memory that every replay reads
+    outputs: tuple[Tensor, ...]  # the memory that every replay writes
+    replay: Callable[[], object]
+    runner: object = None  # what must stay in memory: it holds the graph's weights
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs for a batch of the captured size, in memory that later runs do not overwrite."""
+        for memory, given in zip(self.inputs, inputs, strict=True):
+            memory.copy_(given)
+        self.replay()
+        return [output.clone() for output in self.outputs]
+
+
+def capture_cuda_graphs(
+    model: LoadedModel, graphs: PlanGraphs, sizes: Sequence[int], runners: Mapping[Kind, Graph]
+) -> dict[Replica, dict[int, CudaGraph]]:
+    """Capture CUDA graphs of the runners, for each replica and size; raises what a capture raises."""
+    cuda_graphs: dict[Replica, dict[int, CudaGraph]] = {}
+    with devices.use_device(model.device), torch.no_grad():
+        for replica in model.replicas:
+            pool, stream = torch.cuda.graph_pool_handle(), transfer.create_stream(model.device)
+            cuda_graphs[replica] = {}
+            for rows in sorted(set(sizes), reverse=True):  # the largest first: the others reuse its memory pool
+                batch = make_noise(model.inputs, model.device, model.dtype, rows)
+                inputs = tuple(batch[name] for name in graphs.inputs)
+                cuda_graphs[replica][rows] = _capture_graph(runners[get_kind(rows)], inputs, pool, stream)
+    return cuda_graphs
+
+
+def _capture_graph(runner: Graph, inputs: tuple[Tensor, ...], pool: Any, stream: torch.cuda.Stream) -> CudaGraph:
+    stream.wait_stream(torch.cuda.current_stream())  # it may still be writing the inputs
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP_ROUNDS):
+            runner.run(list(inputs))
+        stream.synchronize()
+        # Other threads keep running and may allocate device memory: that must not invalidate the capture.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            outputs = runner.run(list(inputs))
+    return CudaGraph(inputs, tuple(outputs), graph.replay, runner)
