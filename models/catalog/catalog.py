@@ -47,7 +47,7 @@ class TensorInfo:
     # is the same for all rows.
     row_axis: int | None = 0
     crosses_rows: bool = False  # its rows can't be separated: they stand in another order, or it is of all of them
-    alone: bool = False  # it means what it says only in a forward of one row
+    single_row: bool = False  # it means what it says only in a forward of one row
     layout: str | None = None  # a letter for each axis, ? for one that nothing proves; None if none but N is known
     prefix: int = 0  # class and register tokens, of attention those among the keys
     source: str = ""  # of attention in a forward without a graph: "observed" or "recomputed"

@@ -211,7 +211,7 @@ def _describe_tensors(
         infos[point] = replace(
             info,
             crosses_rows=crosses and info.row_axis is None,
-            alone=crosses and info.row_axis is not None and not crosses_rows,
+            single_row=crosses and info.row_axis is not None and not crosses_rows,
             origin=origins.get(point),
         )
     return infos, crosses_rows

@@ -120,7 +120,7 @@ def list_captures(model: ModelInfo, plan: Plan) -> tuple[Capture, ...]:
         raise WarmError("its rows come in many lengths")
     for capture in plan.captures:
         point, info = capture.point, capture.info
-        if point.function or point.site not in SITES or info.row_axis is None or info.crosses_rows or info.alone:
+        if point.function or point.site not in SITES or info.row_axis is None or info.crosses_rows or info.single_row:
             raise WarmError(f"a graph does not give {point.text}")
     return tuple(dict.fromkeys(result.capture for result in plan.results))
 

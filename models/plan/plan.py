@@ -210,14 +210,14 @@ class Plan:
         return steps + [(each.info, each.operation.project) for each in self.resolved_interventions]
 
     @cached_property
-    def may_split(self) -> bool:
-        """Whether the rows may run in several forwards and be joined again."""
-        return not any(tap.info.crosses_rows for tap in self._taps)
+    def unsplittable(self) -> bool:
+        """Whether all rows must run in one forward: a tensor is made of all of them."""
+        return any(tap.info.crosses_rows for tap in self._taps)
 
     @cached_property
-    def runs_alone(self) -> bool:
+    def single_row(self) -> bool:
         """Whether each row needs a forward of its own: beside others, a tensor's rows are not known."""
-        return any(tap.info.alone for tap in self._taps)
+        return any(tap.info.single_row for tap in self._taps)
 
     @property
     def _taps(self) -> tuple[Tap, ...]:
@@ -243,18 +243,14 @@ class Plan:
         return frozenset(point.layer for point in points if point.site in ATTENTION)
 
     @cached_property
-    def may_share(self) -> bool:
-        """Whether its rows may share a forward with others: its changes must affect no other request's rows.
+    def isolated(self) -> bool:
+        """Whether its rows can share no forward with others, because its changes would affect these.
 
         Unfused attention changes the rounding of every row. A change to a function that returns a view replaces the
         view by a copy for every row: a later in-place write would no longer reach the original.
         """
-        return (
-            self.may_split
-            and not self.unfused_layers
-            and not self.anchors_views
-            and all(each.info.row_axis is not None and not each.is_view for each in self.resolved_interventions)
-        )
+        affects_others = any(each.info.row_axis is None or each.is_view for each in self.resolved_interventions)
+        return self.unsplittable or bool(self.unfused_layers) or self.anchors_views or affects_others
 
     def list_sizes(self, rows: int) -> Sequence[ResultSize]:
         """The size of each result."""

@@ -205,8 +205,8 @@ def join_devices(spec: ModelSpec, models: Mapping[str, LoadedModel]) -> LoadedMo
 
 def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:
     """How many rows a forward may have; InputError if the plan's rows must share one forward and do not fit."""
-    size = 1 if catalog.crosses_rows or plan.runs_alone else max_rows
-    if total > size and not plan.may_split:
+    size = 1 if catalog.crosses_rows or plan.single_row else max_rows
+    if total > size and plan.unsplittable:
         batch = ', or add "isolated": true, which makes them one batch'
         crossing = [capture.point for capture in plan.captures if capture.info.crosses_rows]
         raise InputError(

@@ -71,7 +71,7 @@ def may_stop(forward: KeptForward, rows: Mapping[str, Tensor]) -> bool:
     with attach.observe_calls(forward.module, lambda *_: None, lambda *given: calls.append(given[1])):
         forward(copy_rows(rows))
     methods = [_list_methods(part) for part in forward.module.modules()]
-    return all(_leave(forward, rows, len(calls) * place // STOPS, methods) for place in reversed(range(STOPS)))
+    return all(_leave(forward, rows, len(calls) * number // STOPS, methods) for number in reversed(range(STOPS)))
 
 
 def _leave(forward: KeptForward, rows: Mapping[str, Tensor], at: int, methods: Sequence[Methods]) -> bool:

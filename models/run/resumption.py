@@ -117,7 +117,7 @@ def find_start(selector: Selector, catalog: Catalog) -> Tap:
             f"'{escape_point(point)}' is of dtype {info.dtype}, which can't be sent",
             hint="resume from a layer after it",
         )
-    if info.row_axis != 0 or info.entries_per_row != 1 or info.crosses_rows or info.alone:
+    if info.row_axis != 0 or info.entries_per_row != 1 or info.crosses_rows or info.single_row:
         raise SelectorError(
             f"'{escape_point(point)}' does not return one entry for each input, so none can be sent",
             hint="resume from a layer around it, or after it",

@@ -162,7 +162,7 @@ class Batch:
     device: str
     slices: tuple[RowSlice, ...]
     slots: int  # of its ``device``
-    slots_alone: int  # that one of its rows would take alone
+    single_row_slots: int  # that one of its rows would take
     depth: float  # of its deepest request
     seconds: float  # expected
     reason: BatchReason  # why it has these rows
@@ -186,9 +186,13 @@ class Batch:
 
     def take(self, slices: Sequence[RowSlice], tries: int = 0) -> Batch:
         """A batch of some of its slices."""
-        alone = sum(map(attrgetter("rows"), slices)) == 1
+        is_single = sum(map(attrgetter("rows"), slices)) == 1
         return replace(
-            self, slices=tuple(slices), slots=self.slots_alone if alone else self.slots, tries=tries, reason="isolated"
+            self,
+            slices=tuple(slices),
+            slots=self.single_row_slots if is_single else self.slots,
+            tries=tries,
+            reason="isolated",
         )
 
     def _count(self, slices: Sequence[RowSlice]) -> None:

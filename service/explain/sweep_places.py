@@ -119,7 +119,7 @@ def _find_places(place: Intervention, job: Job, metric: Point, lengths: TextLeng
     if selector.site in GRADIENTS:
         raise SelectorError("a sweep edits values, not gradients", hint="name an output, an input or attention")
     changes = resolve_intervention(place, None, job.prepared.catalog, lengths)
-    if any(change.info.alone for change in changes):
+    if any(change.info.single_row for change in changes):
         hint = "send 'interventions' to /extract, an edit a request"
         raise SelectorError(f"{escape(selector.text)} is known of one row at a time only", hint=hint)
     last = get_boundary(metric, job.prepared.catalog).order

@@ -154,8 +154,8 @@ class Edit:
         prepared = replace(
             job.prepared,
             spec=replace(job.prepared.spec, plan=plan),
-            isolated=job.prepared.isolated or not plan.may_share,
-            unsplittable=job.prepared.unsplittable or not plan.may_split,
+            isolated=job.prepared.isolated or plan.isolated,
+            unsplittable=job.prepared.unsplittable or plan.unsplittable,
         )
         return replace(
             job,

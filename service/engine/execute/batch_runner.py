@@ -138,7 +138,7 @@ class BatchRunner:
         requests = [_make_request_slice(each, stop) for (_, each), stop in zip(parts, stops, strict=True)]
         started = time.perf_counter()
         pieces = [each.inputs for _, each in parts]
-        with use_threads(self._batch.slots if stops[-1] > 1 else self._batch.slots_alone):
+        with use_threads(self._batch.slots if stops[-1] > 1 else self._batch.single_row_slots):
             activations = self._forward(pieces, requests, parts[0][1].spec, self._padded_rows)
             may_check = self._check_every and stops[-1] > 1 and not self._batch.unsplittable
             if may_check and not self._check(pieces, requests, parts, activations):

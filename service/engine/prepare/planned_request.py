@@ -92,9 +92,9 @@ class PlannedRequest:
         # The results of changed and unchanged inputs are compared, so that all run with hooks.
         hooked = own_positions or request.verify or request.resume is not None or bool(request.input_options)
         compiled = None if hooked or self.shapes != model.shapes else find_compiled_plan(model.compiled, plan)
-        alone = plan.runs_alone and not unsplittable
+        single_row = plan.single_row and not unsplittable
         anchors = plan.anchors if plan.has_graph else None
-        key = self.handle.batch_keys.get(catalog, self.shapes, anchors, compiled, unsplittable, alone)
+        key = self.handle.batch_keys.get(catalog, self.shapes, anchors, compiled, unsplittable, single_row)
         if plan.has_graph and key.costs.row_bytes > key.max_bytes:
             raise TooLargeError(
                 f"a forward of one row that keeps its graph takes about {key.costs.row_bytes} bytes, "
@@ -126,13 +126,13 @@ class PlannedRequest:
             depth=1.0 if request.verify or compiled else plan.cost,
             row_bytes=row_bytes,
             reply_bytes=self.reply_bytes,
-            isolated=isolated or not plan.may_share,
-            unsplittable=unsplittable or not plan.may_split,
+            isolated=isolated or plan.isolated,
+            unsplittable=unsplittable or plan.unsplittable,
             spec=ForwardSpec(plan, catalog if request.verify else None, self.resumption, compiled),
             catalog=catalog,
             fingerprints=fingerprints,
             mask=self.tower.mask,
-            rows_per_forward=(self.rows if unsplittable else 1) if catalog.crosses_rows or alone else None,
+            rows_per_forward=(self.rows if unsplittable else 1) if catalog.crosses_rows or single_row else None,
             preprocessed=self.preprocessed,
             labels=model.labels,
             changed=tuple(

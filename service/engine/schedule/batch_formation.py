@@ -34,11 +34,11 @@ def form_batch(
     slots = count_slots(queue, rows, device)
     if slots > device.free:
         return None
-    slots_alone = slots if rows == 1 else count_slots(queue, 1, device)
+    single_row_slots = slots if rows == 1 else count_slots(queue, 1, device)
     depth, seconds = max(map(JOB_DEPTH, slices)), estimate_seconds(queue, slices, slots)
     reason = find_batch_reason(slices, left_out=len(shareable) - len(companions))
     padded_rows = None if first.prepared.unsplittable else queue.padded_rows
-    return Batch(queue.key, device.name, tuple(slices), slots, slots_alone, depth, seconds, reason, padded_rows)
+    return Batch(queue.key, device.name, tuple(slices), slots, single_row_slots, depth, seconds, reason, padded_rows)
 
 
 def choose_joining(

@@ -39,21 +39,22 @@ class BatchKeyCache:
         anchors: frozenset[Point] | None = None,
         compiled: CompiledPlan | None = None,
         unsplittable: bool = False,
-        alone: bool = False,
+        single_row: bool = False,
     ) -> BatchKey:
         """The key of rows of a shape.
 
         Rows whose forward keeps a graph, which begins at ``anchors``, begins in the middle, or is compiled, have keys
-        of their own; so do rows that affect each other and run in one forward, and those that run ``alone``.
+        of their own; so do rows that affect each other and run in one forward, and those of which each needs a forward
+        of its own (``single_row``).
         """
         costs = compiled.costs if compiled else catalog.costs if anchors is None else catalog.graph_costs
-        one_row = alone or (catalog.crosses_rows and not unsplittable)
+        single_row = single_row or (catalog.crosses_rows and not unsplittable)
         # The entry keeps the catalog alive, so that no other one gets its id.
-        parts = id(catalog), shapes, anchors, compiled, unsplittable, one_row
-        _, key = self._keys.get_or_create(parts, lambda: (catalog, self._create(catalog, costs, one_row)))
+        parts = id(catalog), shapes, anchors, compiled, unsplittable, single_row
+        _, key = self._keys.get_or_create(parts, lambda: (catalog, self._create(catalog, costs, single_row)))
         return key
 
-    def _create(self, catalog: Catalog, costs: Costs, one_row: bool) -> BatchKey:
+    def _create(self, catalog: Catalog, costs: Costs, single_row: bool) -> BatchKey:
         model, settings = self._model, self._settings
         limit = settings.fixed_batch_rows or settings.max_batch_rows
         max_rows = min(limit, max(self._max_bytes // max(costs.row_bytes, 1), 1))
@@ -62,9 +63,9 @@ class BatchKeyCache:
             name=model.spec.name,
             devices=self._devices,
             costs=costs,
-            max_rows=1 if one_row else max_rows,
+            max_rows=1 if single_row else max_rows,
             max_bytes=self._max_bytes,
-            pads=settings.fixed_batch_rows is not None and not (one_row or catalog.crosses_rows),
+            pads=settings.fixed_batch_rows is not None and not (single_row or catalog.crosses_rows),
             slots=max(settings.cpu_threads // self._replicas, 1) if costs.speedup > 1 else 1,
             replicas=self._replicas,
         )

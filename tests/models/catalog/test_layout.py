@@ -184,7 +184,7 @@ def test_rows(load_net: Loader, name: str) -> None:
     alone = [see(model, {key: value[row : row + 1] for key, value in rows.items()}) for row in range(3)]
     assert not model.catalog.crosses_rows
     for key, info in infos_by_key(model.catalog).items():
-        if info.crosses_rows or info.alone:
+        if info.crosses_rows or info.single_row:
             continue
         assert tuple(together[key].shape) == info.shape_for(3), key
         for row, single in enumerate(alone):
@@ -204,7 +204,7 @@ def test_crossing_rows(load_net: Loader, name: str) -> None:
 def test_mixed(load_net: Loader, name: str) -> None:
     """A tensor is marked where its entries are not the rows', in order, and nowhere else."""
     found = infos_by_key(load_net(name).catalog).items()
-    assert {(key[0], key[3]) for key, info in found if info.crosses_rows or info.alone} == MIXED.get(name, set())
+    assert {(key[0], key[3]) for key, info in found if info.crosses_rows or info.single_row} == MIXED.get(name, set())
 
 
 def test_execution_order(load_net: Loader) -> None:
@@ -224,7 +224,7 @@ def test_rounding_and_mixing(load_net: Loader, dtype: str) -> None:
     assert not any(info.crosses_rows for info in infos_by_key(catalog).values())
     assert catalog.layers["."].calls[0].output.tensors[0].dtype == dtype
     assert load_net("BatchCentred", dtype=dtype).catalog.crosses_rows
-    assert infos_by_key(load_net("WindowMajor", dtype=dtype).catalog)["inner", 0, (), "output"].alone
+    assert infos_by_key(load_net("WindowMajor", dtype=dtype).catalog)["inner", 0, (), "output"].single_row
 
 
 @pytest.mark.parametrize("name", ["resnet", "Recursive"])

@@ -489,8 +489,8 @@ def test_gradients_of_attention_run_alone() -> None:
     _, catalog, _ = prepared(CASES["vit"])
     layer = CASES["vit"].layers[0]
     objective = Objective("sum")
-    assert plan_for(catalog, f"{layer}:attention", f"{layer}:grad_input", objective=objective).may_share
-    assert not plan_for(catalog, f"{layer}:attention_grad", objective=objective).may_share
+    assert not plan_for(catalog, f"{layer}:attention", f"{layer}:grad_input", objective=objective).isolated
+    assert plan_for(catalog, f"{layer}:attention_grad", objective=objective).isolated
 
 
 REPLACEMENT = torch.rand(1, 2, 3, generator=torch.Generator().manual_seed(4))  # heads, queries, keys
@@ -580,5 +580,5 @@ def test_rows_of_others(name: str) -> None:
         for result in wanted.results:
             values = together[result.capture].values
             torch.testing.assert_close(values, alone[result.key], rtol=1e-4, atol=1e-5)
-    assert plain.may_share
-    assert not plan.may_share
+    assert not plain.isolated
+    assert plan.isolated

@@ -59,7 +59,7 @@ def test_every_tensor_of_every_call(load_net: Loader, name: str) -> None:
     inputs = batch(model.inputs, rows, seed=7)
     kept = {key: value.clone() for key, value in inputs.items()}
     plan = everything(model.catalog)
-    if plan.runs_alone or model.catalog.crosses_rows:
+    if plan.single_row or model.catalog.crosses_rows:
         rows, inputs = 1, {key: value[:1] for key, value in inputs.items()}
         kept = {key: value[:1] for key, value in kept.items()}
     truth = see(model, inputs)

@@ -331,7 +331,7 @@ def test_views(at: str) -> None:
         wanted = planned(catalog, [f"./{at}"], objective=Objective("sum"))
     else:
         wanted = planned(catalog, ["."], [(f"./{at}", Operation("zero"))])
-    assert wanted.may_share == (at == "mul#0")
+    assert wanted.isolated == (at != "mul#0")
 
 
 def resume(module: nn.Module, catalog: Catalog, text: str, specs: tuple[InputSpec, ...]) -> Resumption:

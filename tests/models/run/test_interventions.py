@@ -223,11 +223,11 @@ def test_refused(known: tuple[nn.Module, Catalog], kind: str) -> None:
 @pytest.mark.parametrize("how", [Operation("replace", tensor=values(np.ones((4, 2, 6)))), Operation("noise", std=1.0)])
 def test_alone_where_rows_do_not_stand_in_order(how: Operation) -> None:
     """Windows of all rows stand together: what is one row's own would land in another's. In row order it is fine."""
-    assert planned(surveyed(WindowMajor(), 8, 6), how, "inner", ".").runs_alone
+    assert planned(surveyed(WindowMajor(), 8, 6), how, "inner", ".").single_row
     module = Windows().eval()
     x = randoms(3, 8, 6, seed=8)
     plan = planned(surveyed(module, 8, 6), how, "inner", ".")
-    assert not plan.runs_alone
+    assert not plan.single_row
     together = run_plan(module, x, plan)["."]
     for row in range(3):
         share = RequestSlice(0, 1, plan.captures, plan.resolved_interventions, row_offset=row)

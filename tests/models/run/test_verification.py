@@ -77,7 +77,7 @@ def test_every_layer(load_net: Loader, name: str) -> None:
     model = load_net(name)
     texts = [f"{layer.name}#*" for layer in model.catalog.layers.values() if offered(layer) and layer.name != "."]
     plan = plan_of(model, *texts)
-    rows = 2 if not model.catalog.crosses_rows and plan.may_split else 1
+    rows = 2 if not model.catalog.crosses_rows and not plan.unsplittable else 1
     found = verified(model, plan, rows)
     seen = record(model.module, **batch(model.inputs, rows, seed=5))
     assert found.keys() == {capture.point for capture in plan.captures}

@@ -47,7 +47,7 @@ def test_threads_of_a_row_alone() -> None:
     prepared = PreparedRequest(key=key, spec=ForwardSpec(plan))
     requests = [Job(prepared, 1, inputs={ROW.name: row}) for row in rows]
     slices = tuple(RowSlice(request, 0, 1) for request in requests)
-    batch = Batch(key, CPU, slices, slots=1, slots_alone=2, depth=1.0, seconds=1.0, reason="single")
+    batch = Batch(key, CPU, slices, slots=1, single_row_slots=2, depth=1.0, seconds=1.0, reason="single")
     Observed.seen.clear()
     good, refused = BatchRunner(model, model.replicas[0], batch, 0).run().results
     assert isinstance(refused.results, Exception)

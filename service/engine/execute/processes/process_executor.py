@@ -88,7 +88,7 @@ class RunningBatch(PendingMessage):
         self._specs, batch = specs, self._batch
         specs.make_room()
         slices = specs.pack_slices(batch.slices, self._captures)
-        return "run", (batch.slots, batch.slots_alone, batch.padded_rows, slices)
+        return "run", (batch.slots, batch.single_row_slots, batch.padded_rows, slices)
 
     def follow(self, kind: str, answer: Any) -> Any:
         """Keep a part of the results; or else the pictures are decoded: return the slices that join."""

@@ -115,7 +115,7 @@ class Worker(DecodingWorker):
         Waiting rows may join after the decoding: a batch grows until its forward begins. Results that do not fit into
         one message are sent before.
         """
-        slots, slots_alone, padded_rows, joining = batch
+        slots, single_row_slots, padded_rows, joining = batch
         ready, results, decodes, numbers, may_grow = list[Part](), list[SliceResult](), list[Interval](), [], False
         while joining:
             for rows, first_row, reference, inputs, pictures in joining:
@@ -137,7 +137,7 @@ class Worker(DecodingWorker):
         result = BatchResult()
         if ready:
             slices = tuple(each for _, each in ready)
-            made = Batch(NO_KEY, CPU, slices, slots, slots_alone, 1.0, 0.0, "isolated", padded_rows)
+            made = Batch(NO_KEY, CPU, slices, slots, single_row_slots, 1.0, 0.0, "isolated", padded_rows)
             result = BatchRunner(self._model, self._model.replicas[0], made, self._settings.check_shared).run(ready)
         results += result.results
         if result.failures.out_of_memory:
