@@ -97,7 +97,7 @@ def survey_architecture(library: str, name: str) -> dict[str, Any]:
     return {
         "weights": weights,
         "identity": identity,
-        "structure": digest_architecture(built.module, built.architecture, built.settings),
+        "structure": digest_architecture(built.architecture, built.settings, built.module),
         "row": [list(value.shape) for value in tensors],
         "names": zlib.crc32("\n".join(part for part, _ in built.module.named_modules()).encode()),
         "saved": {part: list(value.shape) for part, value in built.module.state_dict().items()},

@@ -43,7 +43,6 @@ from layertap.models.run.model_catalogs import survey_configured, survey_shape, 
 from layertap.models.run.model_info import CatalogCache
 from layertap.models.run.reachable import digest_reachable
 from layertap.models.run.replica import (
-    KeptForward,
     Replica,
     copy_module,
     has_same_calls,
@@ -97,7 +96,7 @@ def load_model(
             takes_by_position(module, tuple(dict.fromkeys(each.name.partition(".")[0] for each in built.inputs)))
     if device.type == "cuda" and spec.dtype == "float32":
         devices.allow_tf32(spec.tf32)
-    forward, run = KeptForward(module), run_survey or call
+    replica, run = Replica(module), run_survey or call
     inputs = ModelInputs(
         spec.name,
         built.inputs,
@@ -112,11 +111,11 @@ def load_model(
     )
     with take_turn(), _refuse_unfit_inputs():
         tolerance, crossing = TOLERANCE[spec.precision], read_note(notes, identity)
-        found = run(partial(survey_configured, forward, inputs, device, built.prefix_tokens, threads, tolerance))
+        found = run(partial(survey_configured, replica, inputs, device, built.prefix_tokens, threads, tolerance))
         configured = _apply_configuration(found, spec, spec.outputs or built.outputs, crossing)
         model = LoadedModel(
             spec=spec,
-            replicas=(Replica(forward),),
+            replicas=(replica,),
             device=device,
             model_inputs=inputs.with_padding(configured.traits.pads, configured.traits.left_padding),
             prefix_tokens=built.prefix_tokens,
@@ -136,12 +135,13 @@ def load_model(
             # The survey ran in a fork: run a forward here too, which may create parameters, or hooks on submodules.
             # On one thread: a process that is forked after multi-threaded operations can use only one thread.
             with torch.no_grad(), use_threads(1):
-                forward(make_row())
-                forward.settle()
-        forward.begin()
+                replica(make_row())
+                replica.settle()
+        replica.begin()
         row = next(iter(make_row().values()))
         known = (built.embeddings, False) if built.embeddings else build.find_known_embeddings(module, row)
-        forward.restore(thorough=True)
+        replica.restore(thorough=True)
+        replica.settle()  # a model may register its own hooks when it first runs
     return replace(
         model,
         memory_bytes=memory.count_module_bytes(module),
@@ -169,11 +169,8 @@ def _survey_further(model: LoadedModel, run: RunForwards) -> LoadedModel:
 def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str]:
     """The digest of a model's weights, and its part of every fingerprint."""
     weights = digest_weights(built.module, saved_only=built.named)
-    structure = (
-        fingerprint.digest_named_architecture(built.architecture, built.settings)
-        if built.named
-        else fingerprint.digest_architecture(built.module, built.architecture, built.settings)
-    )
+    tree = None if built.named else built.module
+    structure = fingerprint.digest_architecture(built.architecture, built.settings, tree)
     reachable, unread = digest_reachable(built.module, built.code) if built.code else ("", ())
     identity = fingerprint.digest_model(
         weights,
@@ -286,12 +283,12 @@ def _check_row_axes(module: nn.Module, catalog: Catalog) -> tuple[str, ...]:
 
 def _create_replicas(model: LoadedModel, count: int) -> tuple[Replica, ...]:
     """The wanted number of replicas, or one if a copy's forward does not make the same calls as the original's."""
-    forward, replicas = model.forward, [Replica(model.forward)]
+    replicas = [model.replica]
     rows = make_noise(model.inputs, model.device, model.dtype) if count > 1 else {}
     while len(replicas) < count:
-        module = copy_module(forward.module)
-        copy = KeptForward(module, forward) if module is not None else None
-        if copy is None or not has_same_calls(forward, copy, rows):
-            return (replicas[0],)
-        replicas.append(Replica(copy))
+        module = copy_module(model.module)
+        copy = Replica(module, model.replica) if module is not None else None
+        if copy is None or not has_same_calls(model.replica, copy, rows):
+            return (model.replica,)
+        replicas.append(copy)
     return tuple(replicas)

@@ -6,16 +6,29 @@ A function returns a number for each row, so that a row's gradient does not depe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn.functional import kl_div, logsigmoid, one_hot
 
-from layertap.models.catalog.row_tensor import RowTensor
+from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.labels import Outputs
 from layertap.models.plan.requested import LossReduction, Objective, ObjectiveKind, Terms
+
+
+def compute_objective(rows: RowTensor, objective: Objective) -> Tensor:
+    """The sum of an objective over a request's rows, in float32 or wider; padding is left out of each row."""
+    parts = rows.strip() if rows.is_padded else (rows,)
+    sums = [compute_objectives(each, objective).sum() for each in parts]
+    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+
+
+def compute_objectives(rows: RowTensor, objective: Objective) -> Tensor:
+    """An objective for each row of a tensor without padding, (rows,), in float32 or wider."""
+    rows = replace(rows, value=to_floating(rows.value)).at(objective.position)
+    return OBJECTIVES[objective.kind].compute(rows, objective).flatten()
 
 
 @dataclass(frozen=True)

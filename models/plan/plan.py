@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, TensorInfo
 from layertap.models.devices.devices import TORCH_DTYPES
-from layertap.models.errors import escape
+from layertap.models.errors import InputError, escape
 from layertap.models.plan.poolings import POOLINGS
 from layertap.models.plan.projections import count_projected_bytes, describe_projection
 from layertap.models.plan.requested import BY_AXIS, Objective, Operation, Projection, Reduction
@@ -266,3 +266,17 @@ class Plan:
     def _nbytes(self) -> dict[int, int]:
         """Bytes by number of rows; at most as many entries as a request may have inputs."""
         return {}
+
+
+def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:
+    """How many rows a forward may have; InputError if the plan's rows must share one forward and do not fit."""
+    size = 1 if catalog.crosses_rows or plan.single_row else max_rows
+    if total > size and plan.unsplittable:
+        batch = ', or add "isolated": true, which makes them one batch'
+        crossing = [capture.point for capture in plan.captures if capture.info.crosses_rows]
+        raise InputError(
+            f"a layer asked for mixes its rows, so they must share one forward, which holds {size} here",
+            hint=f"send at most {size} inputs with it" + (batch if catalog.batches and catalog.crosses_rows else ""),
+            points=dict.fromkeys(crossing, f"mixes rows, of which a forward holds {size} here"),
+        )
+    return size

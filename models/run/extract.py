@@ -20,11 +20,12 @@ from layertap.models.hooks.attach import Modules, StopForward, attach_values
 from layertap.models.hooks.kept import KeptOutputs
 from layertap.models.hooks.running_calls import Changes, run_own
 from layertap.models.hooks.tensor_tree import Arguments, Path, TensorsByPath, iterate_tensors, replace_tensor
+from layertap.models.plan.objectives import compute_objective
 from layertap.models.plan.operations import apply_operation
 from layertap.models.plan.plan import Capture, ResolvedIntervention, ResolvedObjective, Tap
 from layertap.models.points import ATTENTION, GRADIENTS, Point, format_path
 from layertap.models.run.batch_slices import BatchActivations, RequestSlice, find_span
-from layertap.models.run.gradient_anchors import GradientAnchors, compute_objective, find_unreachable
+from layertap.models.run.gradient_anchors import GradientAnchors, find_unreachable
 from layertap.models.run.reduction import ReducedTensor, reduce
 
 Interventions = list[tuple[RequestSlice, ResolvedIntervention]]

@@ -36,26 +36,21 @@ LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
-def digest_architecture(module: nn.Module, source: str, settings: str = "") -> str:
-    """A digest of a module tree: source, and for each module its name, class, printed settings and plain attributes.
+def digest_architecture(source: str, settings: str = "", module: nn.Module | None = None) -> str:
+    """A digest of an architecture: of ``source``, settings of the whole model that may be in no module, and its tree.
 
-    Attributes are included because not every module prints what matters: MultiheadAttention hides its number of heads.
-    ``settings`` are settings of the whole model that may be in no module.
+    Without a ``module`` the source is a library's name for the structure: a new version of the library may print, keep
+    or nest more and compute the same; one that computes something else under that name is found by a probe. Of each
+    module count its name, class, printed settings and plain attributes: not every module prints what matters,
+    MultiheadAttention hides its number of heads.
     """
+    if module is None:
+        return _digest([source, settings])
     tree = [
         (name, type(part).__qualname__, _ADDRESS.sub("", part.extra_repr()), _list_settings(part))
         for name, part in module.named_modules(remove_duplicate=False)
     ]
     return _digest([source, tree, settings])
-
-
-def digest_named_architecture(source: str, settings: str = "") -> str:
-    """A digest of a library architecture, by its name, which stands for its structure, and its settings.
-
-    The module tree is not included: a new version of the library may print, keep or nest more and compute the same.
-    A version that computes something else under the same name is found by a probe, not here.
-    """
-    return _digest([source, settings])
 
 
 def digest_model(

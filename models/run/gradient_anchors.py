@@ -1,4 +1,4 @@
-"""Gradients of one forward: anchors in its graph, the objective, and the gradient at each anchor."""
+"""Gradients of one forward: anchors in its graph, and the gradient of the objectives at each anchor."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.memory import is_device_error
 from layertap.models.errors import InputError, find_own_line
 from layertap.models.hooks.attach import Modules, StopForward, attach_tensors, attach_values
 from layertap.models.hooks.running_calls import Changes, run_own
 from layertap.models.hooks.tensor_tree import iterate_tensors
-from layertap.models.plan.objectives import OBJECTIVES
-from layertap.models.plan.requested import Objective
 from layertap.models.points import Point
 
 
@@ -87,19 +84,6 @@ class GradientAnchors:
             key: torch.zeros_like(anchor) if gradient is None else gradient.detach()
             for (key, anchor), gradient in zip(self._anchors.items(), gradients, strict=True)
         }
-
-
-def compute_objective(rows: RowTensor, objective: Objective) -> Tensor:
-    """The sum of an objective over a request's rows, in float32 or wider; padding is left out of each row."""
-    parts = rows.strip() if rows.is_padded else (rows,)
-    sums = [compute_objectives(each, objective).sum() for each in parts]
-    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
-
-
-def compute_objectives(rows: RowTensor, objective: Objective) -> Tensor:
-    """An objective for each row of a tensor without padding, (rows,), in float32 or wider."""
-    rows = replace(rows, value=to_floating(rows.value)).at(objective.position)
-    return OBJECTIVES[objective.kind].compute(rows, objective).flatten()
 
 
 def _collect_nodes(end: Tensor) -> set[Any]:

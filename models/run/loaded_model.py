@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.devices import DTYPES, use_threads
@@ -19,13 +18,12 @@ from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs.model_inputs import POSITIONS, number_tokens
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.inputs.preprocess import normalize, normalize_batch
-from layertap.models.plan.plan import Plan
 from layertap.models.run.batch_slices import BatchActivations, RequestSlice
 from layertap.models.run.compiled_plan import PlanGraphs
 from layertap.models.run.extract import extract_slices
 from layertap.models.run.fingerprint import get_proven_part
 from layertap.models.run.model_info import ModelInfo
-from layertap.models.run.replica import KeptForward, Replica
+from layertap.models.run.replica import Replica
 from layertap.models.run.resumption import Resumption
 from layertap.models.run.row_check import RowCheck
 from layertap.models.spec import ModelSpec, PreprocessSpec
@@ -46,12 +44,12 @@ class LoadedModel(ModelInfo):
     @property
     def module(self) -> nn.Module:
         """The first replica's module."""
-        return self.replicas[0].module
+        return self.replica.module
 
     @property
-    def forward(self) -> KeptForward:
-        """The first replica's forward."""
-        return self.replicas[0].forward
+    def replica(self) -> Replica:
+        """The first replica."""
+        return self.replicas[0]
 
     @property
     def device_name(self) -> str:
@@ -78,7 +76,7 @@ class LoadedModel(ModelInfo):
             for index in sorted({0, 1 % rows, rows // 2, rows - 1}):
                 numbers = [int(each == index) for each in range(rows)]  # row 0 everywhere else
                 batch = {name: value[numbers] for name, value in noise.items()}
-                tensors = dict(iterate_tensors(self.replicas[0].forward(batch)))
+                tensors = dict(iterate_tensors(self.replica(batch)))
                 found = [RowTensor(tensors[info.path], info) for info in outputs if info.path in tensors]
                 rows_by_index.append([each.select((index, index + 1)).value.clone() for each in found])
         first = rows_by_index[0]
@@ -107,7 +105,7 @@ class LoadedModel(ModelInfo):
             if graphs is not None:
                 rows = graphs.get_padded_rows(rows, replica)
                 return graphs.run(self._assemble_batch(pieces, rows - count, None), slices, rows, replica)
-            with replica.forward.kept():  # also what a backward changes, which may run parts again
+            with replica.kept():  # also what a backward changes, which may run parts again
                 forward = partial(self.run_rows, replica, pieces, rows - count, resumption)
                 mask = self._join_masks(pieces, rows - count)
                 return extract_slices(replica.modules, forward, slices, rows, mask, self.catalog.traits.stops)
@@ -133,8 +131,8 @@ class LoadedModel(ModelInfo):
         one = [replace(each, start=0, stop=1, interventions=()) for each in slices if like]
         noise = specs or self.inputs, self.device, self.dtype
         try:
-            with replica.forward.kept():
-                extract_slices(replica.modules, lambda: replica.forward(make_noise_row(*noise)), one, 1)
+            with replica.kept():
+                extract_slices(replica.modules, lambda: replica(make_noise_row(*noise)), one, 1)
                 transfer.synchronize(self.device)  # kernels report errors when they are waited for
         except LayertapError:  # noise is not what a request's plan expects
             return None
@@ -148,9 +146,9 @@ class LoadedModel(ModelInfo):
         """What a replica's forward returns for all pieces, and ``padding`` copies of the first row; as in ``run``."""
         batch = self._assemble_batch(pieces, padding, resumption)  # for each forward: a model may write to its input
         if resumption is None:
-            return replica.forward(batch)
+            return replica(batch)
         output = next(iter(batch.values()))  # the mask of a text comes after its ids
-        return resumption.forward(replica.forward, replica.modules, output)
+        return resumption.forward(replica, replica.modules, output)
 
     def _assemble_batch(
         self, pieces: Sequence[Inputs], padding: int, resumption: Resumption | None
@@ -201,17 +199,3 @@ def join_devices(spec: ModelSpec, models: Mapping[str, LoadedModel]) -> LoadedMo
         memory_bytes=sum(each.memory_bytes for each in models.values()),
         by_device=models,
     )
-
-
-def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:
-    """How many rows a forward may have; InputError if the plan's rows must share one forward and do not fit."""
-    size = 1 if catalog.crosses_rows or plan.single_row else max_rows
-    if total > size and plan.unsplittable:
-        batch = ', or add "isolated": true, which makes them one batch'
-        crossing = [capture.point for capture in plan.captures if capture.info.crosses_rows]
-        raise InputError(
-            f"a layer asked for mixes its rows, so they must share one forward, which holds {size} here",
-            hint=f"send at most {size} inputs with it" + (batch if catalog.batches and catalog.crosses_rows else ""),
-            points=dict.fromkeys(crossing, f"mixes rows, of which a forward holds {size} here"),
-        )
-    return size

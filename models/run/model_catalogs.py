@@ -20,11 +20,10 @@ from layertap.models.devices.devices import TOLERANCE, use_threads
 from layertap.models.errors import SelectorError, out_of_memory_error
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import copy_rows, make_noise, make_noise_row
-from layertap.models.plan.plan import ResolvedObjective, Tap, find_tensor
+from layertap.models.plan.plan import Tap
 from layertap.models.run.costs import measure_costs, time_call
 from layertap.models.run.loaded_model import LoadedModel
-from layertap.models.run.map_layers import find_last_sensitive, find_map_layers
-from layertap.models.run.replica import KeptForward, may_stop
+from layertap.models.run.replica import Replica, may_stop
 from layertap.models.run.resumption import Resumption, not_resumable_error, verify_resumable
 from layertap.models.spec import InputSpec, Shapes
 
@@ -32,45 +31,45 @@ QUICK_S = 0.5  # CPU-seconds of a forward for which one thread is enough: furthe
 
 
 def survey_configured(
-    forward: KeptForward, inputs: ModelInputs, device: torch.device, prefix_tokens: int, threads: int, tolerance: float
+    replica: Replica, inputs: ModelInputs, device: torch.device, prefix_tokens: int, threads: int, tolerance: float
 ) -> Catalog:
     """The catalog of a module for rows of the configured shape, which it has not run yet; InputError.
 
     ``tolerance``: how far rounding may move a value, as a share of the tensor's largest. OutOfMemoryError.
     """
-    with _running(forward, threads):
-        catalog = _survey_configured(forward, inputs, device, prefix_tokens, tolerance)
+    with run_noise(replica, threads):
+        catalog = _survey_configured(replica, inputs, device, prefix_tokens, tolerance)
         row = make_noise_row(inputs.specs, device, inputs.dtype)
-        row_bytes, crosses_rows = _measure_row_bytes(forward, row, device), catalog.crosses_rows
-        costs = measure_costs(forward, row, device, row_bytes, crosses_rows=crosses_rows, max_threads=threads)
+        row_bytes, crosses_rows = _measure_row_bytes(replica, row, device), catalog.crosses_rows
+        costs = measure_costs(replica, row, device, row_bytes, crosses_rows=crosses_rows, max_threads=threads)
     # The minimum, since noise only adds; and a survey of a quick model uses a single thread.
     seconds = min(catalog.seconds, costs.estimate_seconds(1) / costs.speedup)
     return replace(catalog, seconds=seconds, costs=costs)
 
 
 def _survey_configured(
-    forward: KeptForward, inputs: ModelInputs, device: torch.device, prefix_tokens: int, tolerance: float
+    replica: Replica, inputs: ModelInputs, device: torch.device, prefix_tokens: int, tolerance: float
 ) -> Catalog:
     row = make_noise_row(inputs.specs, device, inputs.dtype)
     with torch.no_grad():
         with name_input_errors(inputs.specs):
             start = time.thread_time()
-            output = run_alone(forward, row)
+            output = run_alone(replica, row)
             seconds = time.thread_time() - start
-            forward.settle()
+            replica.settle()
         with use_threads(1 if seconds < QUICK_S else torch.get_num_threads()):
             catalog = survey(
-                forward.module, inputs.specs, forward, device, prefix_tokens, inputs.dtype, tolerance=tolerance
+                replica.module, inputs.specs, replica, device, prefix_tokens, inputs.dtype, tolerance=tolerance
             )
-            padding = try_padding(forward, inputs.text, device, tolerance) if inputs.text else None
-        stops = may_stop(forward, row)
-        is_same = is_same_again(forward, row, output)
-    forward.restore(thorough=True)
-    state = tuple(sorted(forward.found))
+            padding = try_padding(replica, inputs.text, device, tolerance) if inputs.text else None
+        stops = may_stop(replica, row)
+        is_same = is_same_again(replica, row, output)
+    replica.restore(thorough=True)
+    state = tuple(sorted(replica.found))
     traits = replace(catalog.traits, state=state, stops=stops, deterministic=is_same)
     if padding is not None and is_same:
         # A model that replaces submodules according to the text's length would react to padding, too (BigBird).
-        if any(attribute in forward.module.get_submodule(name)._modules for name, attribute in state):
+        if any(attribute in replica.module.get_submodule(name)._modules for name, attribute in state):
             padding = False, "refused"
         traits = replace(traits, pads=padding[0], left_padding=padding[1])
     # Of an answer that varies a neighbour's effect can't be told: each row runs alone.
@@ -78,13 +77,13 @@ def _survey_configured(
 
 
 @contextmanager
-def _running(forward: KeptForward, threads: int) -> Iterator[None]:
-    """Run the module inside; what that changes of it is put back.
+def run_noise(replica: Replica, threads: int) -> Iterator[None]:
+    """Forwards of noise run inside; what they change of the module is put back.
 
     OutOfMemoryError if a device has no memory for a forward, after everything that it held is freed.
     """
     try:
-        with use_threads(threads), forward.kept():  # a new thread inherits the number set last by any thread
+        with use_threads(threads), replica.kept():  # a new thread inherits the number set last by any thread
             yield
         return
     except RuntimeError as error:
@@ -101,18 +100,18 @@ def survey_shape(model: LoadedModel, shapes: Shapes, *, functions: bool = False)
     catalog = model.catalogs.get_catalog(shapes)
     if catalog is None:
         specs = model.model_inputs.with_shapes(shapes)
-        with _running(model.forward, model.threads):
+        with run_noise(model.replica, model.threads):
             catalog = _resize(model, specs)
             if catalog is None:
                 catalog = _survey(model, specs)
                 # Memory is measured; time is scaled from that of the configured shape.
-                row_bytes = _measure_row_bytes(model.forward, _make_row(model, specs), model.device)
+                row_bytes = _measure_row_bytes(model.replica, _make_row(model, specs), model.device)
                 per_row = model.catalog.costs.per_row * catalog.seconds / model.catalog.seconds
                 costs = replace(model.catalog.costs, per_row=per_row, row_bytes=row_bytes)
                 catalog = replace(catalog, costs=costs, tower=model.model_inputs.for_shapes(shapes).tower)
         model.catalogs.put_catalog(shapes, catalog)
     if functions and not catalog.has_functions:
-        with _running(model.forward, model.threads):
+        with run_noise(model.replica, model.threads):
             other = _survey(model, model.model_inputs.with_shapes(shapes), functions=True)
         catalog = catalog.with_functions(other)
         model.catalogs.put_catalog(shapes, catalog)
@@ -138,8 +137,8 @@ def verify_resumption(model: LoadedModel, start: Tap, shapes: Shapes) -> Resumpt
         specs = model.model_inputs.with_shapes(shapes)
         rows = make_noise(specs, model.device, model.dtype)
         try:
-            with _running(model.forward, model.threads):
-                resumption = verify_resumable(model.module, start, catalog, specs, model.forward, rows, model.dtype)
+            with run_noise(model.replica, model.threads):
+                resumption = verify_resumable(model.module, start, catalog, specs, model.replica, rows, model.dtype)
         except SelectorError:  # cached too, or each request for it would try again
             model.catalogs.not_resumable.put(key, True)
             raise
@@ -147,35 +146,12 @@ def verify_resumption(model: LoadedModel, start: Tap, shapes: Shapes) -> Resumpt
     return resumption
 
 
-def find_grad_cam_layer(model: LoadedModel, objective: ResolvedObjective) -> Tap:
-    """The last layer with feature maps that an objective depends on, tried if not cached; OutOfMemoryError.
-
-    If the objective depends on none of the last few, the very last one: its map is zero. SelectorError if there
-    are no feature maps.
-    """
-    layer = model.catalogs.grad_cam_layers.get(objective)
-    if layer is None:
-        if objective.point.function:
-            survey_shape(model, model.shapes, functions=True)
-        inputs = model.model_inputs.pictures
-        if find_tensor(objective.point, model.get_catalog(inputs)) is None:
-            inputs = model.model_inputs
-        layers = find_map_layers(model.get_catalog(inputs), objective.point)
-        row = _make_row(model, inputs.specs)
-        with _running(model.forward, model.threads):
-            modules = model.replicas[0].modules
-            layer = find_last_sensitive(modules, lambda: model.forward(copy_rows(row)), layers, objective)
-        layer = layer or layers[0]
-        model.catalogs.grad_cam_layers.put(objective, layer)
-    return layer
-
-
 def _survey(model: LoadedModel, specs: Sequence[InputSpec], *, functions: bool = False) -> Catalog:
     tower = model.model_inputs.for_shapes(tuple(spec.shape for spec in specs))
     prefix = 0 if tower.tower == "texts" else model.prefix_tokens
     module, tolerance = model.module, TOLERANCE[model.spec.precision]
     catalog = survey(
-        module, specs, model.forward, model.device, prefix, model.dtype, functions=functions, tolerance=tolerance
+        module, specs, model.replica, model.device, prefix, model.dtype, functions=functions, tolerance=tolerance
     )
     traits = model.catalog.traits
     crosses_rows = catalog.crosses_rows or not traits.deterministic or model.catalogs.crossing is not None
@@ -187,7 +163,7 @@ def _resize(model: LoadedModel, specs: Sequence[InputSpec]) -> Catalog | None:
     if model.model_inputs.mask is not None or any(spec.longest for spec in specs):
         return None  # for texts everything may depend on the length, and there are few lengths
     recorder = CallRecorder(model.module, look=lambda tensor: NO_SKETCH)
-    watch = partial(recorder.watch, model.forward)
+    watch = partial(recorder.watch, model.replica)
     costs = model.catalog.costs
     threads = model.threads if costs.speedup > 1 else 1  # as many as a request's forward uses
     with torch.no_grad(), use_threads(threads), name_input_errors(specs):
@@ -196,7 +172,7 @@ def _resize(model: LoadedModel, specs: Sequence[InputSpec]) -> Catalog | None:
             lambda: memory.measure_peak_bytes(watch, row, model.module, model.device), model.device
         )
         if seconds < QUICK_S:  # what watches it takes a part of that
-            _, seconds = time_call(lambda: model.forward(copy_rows(row)), model.device)
+            _, seconds = time_call(lambda: model.replica(copy_rows(row)), model.device)
     catalog = resize_catalog(model.catalog, model.module, recorder, model.prefix_tokens)
     if catalog is None:
         return None
@@ -209,6 +185,6 @@ def _make_row(model: LoadedModel, specs: Sequence[InputSpec]) -> dict[str, Tenso
     return make_noise_row(specs, model.device, model.dtype)
 
 
-def _measure_row_bytes(forward: KeptForward, row: memory.Inputs, device: torch.device) -> int:
+def _measure_row_bytes(replica: Replica, row: memory.Inputs, device: torch.device) -> int:
     with torch.no_grad(), use_threads(1):
-        return memory.measure_peak_bytes(forward, row, forward.module, device)
+        return memory.measure_peak_bytes(replica, row, replica.module, device)

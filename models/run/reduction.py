@@ -17,11 +17,11 @@ from torch import Tensor
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.devices import DTYPES
 from layertap.models.devices.transfer import to_plain
+from layertap.models.plan.objectives import compute_objectives
 from layertap.models.plan.poolings import POOLINGS
 from layertap.models.plan.projections import project
 from layertap.models.plan.requested import BY_AXIS, Reduction
 from layertap.models.plan.statistics import get_statistic
-from layertap.models.run.gradient_anchors import compute_objectives
 
 A = TypeVar("A", Tensor, npt.NDArray[Any])
 

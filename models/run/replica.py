@@ -32,26 +32,24 @@ WRAPPER = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]  # i
 _bindings: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], bool]] = WeakKeyDictionary()
 
 
-class KeptForward(ModuleState):
-    """Runs forwards of a module tree, each from the state that the tree had when this was created."""
+class Replica(ModuleState):
+    """A module tree, which only one thread runs: each forward from the state that it had when this was created."""
+
+    def __init__(self, module: nn.Module, like: ModuleState | None = None) -> None:
+        super().__init__(module, like)
+        self.modules = attach.Modules(module)
+        self._own_hooks = attach.count_hooks(module)  # that the model came with
 
     def __call__(self, rows: Mapping[str, Tensor]) -> object:
         """One forward for a batch; what the last one has changed is put back first."""
         self.begin()
         return call_module(rows, self.module)
 
-
-class Replica:
-    """One module tree, which only one thread runs.
-
-    Create it after the survey: a model may register its own hooks when it first runs, and these are counted.
-    """
-
-    def __init__(self, forward: KeptForward) -> None:
-        self.forward = forward
-        self.module = forward.module
-        self.modules = attach.Modules(forward.module)
-        self._own_hooks = attach.count_hooks(forward.module)  # that the model came with
+    def settle(self) -> None:
+        """After the first runs: keep the modules, parameters and hooks that they made, put back all else."""
+        super().settle()
+        self.modules = attach.Modules(self.module)
+        self._own_hooks = attach.count_hooks(self.module)
 
     @property
     def hooks(self) -> int:
@@ -59,22 +57,22 @@ class Replica:
         return attach.count_hooks(self.module) - self._own_hooks
 
 
-def may_stop(forward: KeptForward, rows: Mapping[str, Tensor]) -> bool:
+def may_stop(replica: Replica, rows: Mapping[str, Tensor]) -> bool:
     """Whether a forward may be left midway: what it has changed until then can be put back, wherever that is.
 
     Weights that are overwritten for a while can't, nor can hooks and methods that a forward puts on and takes off. What
     else some stops show, from the last to the first, is looked at after each run from then on.
     """
-    if _is_ever(forward, rows, forward.has_overwritten):
+    if _is_ever(replica, rows, replica.has_overwritten):
         return False
     calls = []
-    with attach.observe_calls(forward.module, lambda *_: None, lambda *given: calls.append(given[1])):
-        forward(copy_rows(rows))
-    methods = [_list_methods(part) for part in forward.module.modules()]
-    return all(_leave(forward, rows, len(calls) * number // STOPS, methods) for number in reversed(range(STOPS)))
+    with attach.observe_calls(replica.module, lambda *_: None, lambda *given: calls.append(given[1])):
+        replica(copy_rows(rows))
+    methods = [_list_methods(part) for part in replica.module.modules()]
+    return all(_leave(replica, rows, len(calls) * number // STOPS, methods) for number in reversed(range(STOPS)))
 
 
-def _leave(forward: KeptForward, rows: Mapping[str, Tensor], at: int, methods: Sequence[Methods]) -> bool:
+def _leave(replica: Replica, rows: Mapping[str, Tensor], at: int, methods: Sequence[Methods]) -> bool:
     """Leave a forward at a call, and put everything back; whether that left no hook or method behind."""
     calls = itertools.count()
 
@@ -82,11 +80,11 @@ def _leave(forward: KeptForward, rows: Mapping[str, Tensor], at: int, methods: S
         if next(calls) == at:
             raise attach.StopForward
 
-    with suppress(attach.StopForward), attach.observe_calls(forward.module, lambda *_: None, leave):
-        forward(copy_rows(rows))
-    forward.restore(thorough=True)
+    with suppress(attach.StopForward), attach.observe_calls(replica.module, lambda *_: None, leave):
+        replica(copy_rows(rows))
+    replica.restore(thorough=True)
     is_same = True
-    for part, before in zip(forward.module.modules(), methods, strict=True):
+    for part, before in zip(replica.module.modules(), methods, strict=True):
         if _list_methods(part) != before:
             is_same = False
             part._forward_hooks.clear()
@@ -104,7 +102,7 @@ def _list_methods(part: nn.Module) -> Methods:
     return dict(part._forward_hooks), dict(part._forward_pre_hooks), own
 
 
-def _is_ever(forward: KeptForward, rows: Mapping[str, Tensor], condition: Callable[[], bool]) -> bool:
+def _is_ever(replica: Replica, rows: Mapping[str, Tensor], condition: Callable[[], bool]) -> bool:
     """Whether something holds where a call begins or ends in a forward."""
     calls, found = itertools.count(1), []
 
@@ -112,8 +110,8 @@ def _is_ever(forward: KeptForward, rows: Mapping[str, Tensor], condition: Callab
         if (call := next(calls)) <= MAX_LOOKS or call & (call - 1) == 0:  # each of many would take long
             found.append(condition())
 
-    with attach.observe_calls(forward.module, look, look):
-        forward(copy_rows(rows))
+    with attach.observe_calls(replica.module, look, look):
+        replica(copy_rows(rows))
     return any(found) or condition()
 
 
@@ -182,7 +180,7 @@ def copy_module(module: nn.Module) -> nn.Module | None:
     return duplicate if has_same_tensors and set(duplicate.modules()).isdisjoint(module.modules()) else None
 
 
-def has_same_calls(one: KeptForward, copy: KeptForward, rows: Mapping[str, Tensor]) -> bool:
+def has_same_calls(one: Replica, copy: Replica, rows: Mapping[str, Tensor]) -> bool:
     """Whether a copy makes the same calls with the same outputs as the module, for ``ROWS`` rows of noise.
 
     Tensors that they share must not change in the forward: two threads will run them at once.
@@ -203,9 +201,9 @@ def has_same_calls(one: KeptForward, copy: KeptForward, rows: Mapping[str, Tenso
     return list(calls) == list(copy_calls) and all(sketch.matches(copy_calls[point]) for point, sketch in calls.items())
 
 
-def _sketch_calls(forward: KeptForward, rows: Mapping[str, Tensor]) -> dict[Point, Sketch]:
+def _sketch_calls(replica: Replica, rows: Mapping[str, Tensor]) -> dict[Point, Sketch]:
     """All tensors of a forward, whose row no other forward at loading runs last."""
-    recorder = CallRecorder(forward.module).watch(forward, copy_row(rows, ROWS - 1))
+    recorder = CallRecorder(replica.module).watch(replica, copy_row(rows, ROWS - 1))
     return {point: each.sketch for point, each in recorder.tensors.items()}
 
 

@@ -51,7 +51,7 @@ def run_verified(
     activations = model.run(replica, [piece], [request_slice, whole], padded_rows, resumption)
 
     def run_again(values: TensorsByPoint) -> TensorsByPoint:
-        with replica.forward.kept():
+        with replica.kept():
             run_rows = partial(model.run_rows, replica, [piece], rows - count, resumption)
             return _run_with_replacements(replica.modules, run_rows, values)
 

@@ -12,6 +12,7 @@ import numpy as np
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import SelectorError, escape
 from layertap.models.explanations import maps
+from layertap.models.explanations.map_layers import find_attention, find_map_layers, is_map
 from layertap.models.explanations.perturbations import (
     AblationCam,
     IntegratedGradients,
@@ -24,7 +25,6 @@ from layertap.models.plan.options import check_gradient, raise_first
 from layertap.models.plan.plan import ResolvedObjective, Tap
 from layertap.models.plan.requested import Explanation, Intervention, Method, Operation, Rule, Selector
 from layertap.models.points import GRADIENTS, Point, Site
-from layertap.models.run.map_layers import find_attention, find_map_layers, is_map
 from layertap.models.run.model_info import ModelInfo
 from layertap.service.features import Array
 

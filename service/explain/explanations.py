@@ -11,13 +11,13 @@ import numpy as np
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import LayertapError, RequestError, escape
 from layertap.models.explanations import maps
+from layertap.models.explanations.map_layers import make_trial_objective
 from layertap.models.labels import Labels, Outputs
 from layertap.models.plan.plan import ResolvedObjective, ResultSize, Tap
 from layertap.models.plan.planner import find_outputs, resolve_objective
 from layertap.models.plan.requested import Explanation, Objective, Selector
 from layertap.models.plan.selectors import make_selector
 from layertap.models.run import fingerprint
-from layertap.models.run.map_layers import make_trial_objective
 from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.admit.planned_work import PlannedWork

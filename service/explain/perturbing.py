@@ -15,7 +15,7 @@ from layertap.models.errors import InputError, SelectorError
 from layertap.models.explanations import maps
 from layertap.models.explanations.perturbations import Perturbation, PerturbationSettings
 from layertap.models.labels import name_classes
-from layertap.models.plan.objectives import OBJECTIVES
+from layertap.models.plan.objectives import OBJECTIVES, compute_objective
 from layertap.models.plan.plan import ResolvedObjective, Tap
 from layertap.models.plan.planner import resolve_objective
 from layertap.models.plan.requested import (
@@ -28,7 +28,6 @@ from layertap.models.plan.requested import (
 )
 from layertap.models.plan.selectors import make_selector
 from layertap.models.run import fingerprint
-from layertap.models.run.gradient_anchors import compute_objective
 from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.admit.planned_work import CHUNK_ROWS, PlannedWork, check_changed_inputs

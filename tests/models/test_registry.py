@@ -97,4 +97,6 @@ def test_complex_buffers_stay_complex(dtype: str) -> None:
 def test_what_no_checkpoint_holds_counts() -> None:
     """Buffers outside the state dict and settings that are not printed are part of a model's fingerprint."""
     assert digest_weights(Mode(scale=1.0)) != digest_weights(Mode(scale=2.0))
-    assert fingerprint.digest_architecture(Mode("a"), "s") != fingerprint.digest_architecture(Mode("b"), "s")
+    assert fingerprint.digest_architecture("s", module=Mode("a")) != fingerprint.digest_architecture(
+        "s", module=Mode("b")
+    )

@@ -78,7 +78,7 @@ def loaded(name: str) -> LoadedModel:
     source = f"python:{HERE if name in MADE else NETS}:{name}"
     model = load_model(ModelSpec(name, source, weights="random:0", inputs=inputs, device="cpu"))
     seeded(model.module, 3)
-    model.replicas[0].forward.take()
+    model.replicas[0].take()
     return model
 
 

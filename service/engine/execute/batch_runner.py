@@ -69,7 +69,7 @@ class BatchRunner:
             wrapped = wrap_error(error)
             self._failure = self._failure or find_lasting_failure(wrapped, self._model, self._replica)
             results = _refuse(parts, wrapped)
-        if self._replica.forward.lost:
+        if self._replica.lost:
             self._failure = self._failure or LastingFailure("a forward has overwritten its weights")
         return BatchResult(results, self._failures, self._failure, crossing=self._crossing)
 

@@ -14,11 +14,12 @@ from typing import Any, Literal, TypeVar, cast
 
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError, make_load_error
+from layertap.models.explanations.map_layers import find_grad_cam_layer
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.plan import ResolvedObjective, Tap
 from layertap.models.registry import ModelEntry
 from layertap.models.run.loaded_model import LoadedModel
-from layertap.models.run.model_catalogs import find_grad_cam_layer, survey_shape, verify_resumption
+from layertap.models.run.model_catalogs import survey_shape, verify_resumption
 from layertap.models.run.model_info import ModelInfo
 from layertap.models.run.resumption import Resumption
 from layertap.models.run.row_check import write_note

@@ -10,10 +10,9 @@ from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.lru_cache import LRUCache
-from layertap.models.plan.plan import Plan
+from layertap.models.plan.plan import Plan, check_rows_fit
 from layertap.models.run import fingerprint, verification
 from layertap.models.run.compiled_plan import find_compiled_plan
-from layertap.models.run.loaded_model import check_rows_fit
 from layertap.models.run.resumption import Resumption
 from layertap.models.spec import Preprocessed, Shapes
 from layertap.service.engine.models.model_handle import ModelHandle

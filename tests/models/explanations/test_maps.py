@@ -12,12 +12,12 @@ from torch import nn
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import SelectorError
+from layertap.models.explanations.map_layers import find_attention, find_last_sensitive, find_map_layers
 from layertap.models.explanations.maps import grad_cam
 from layertap.models.hooks.attach import Modules
 from layertap.models.plan.planner import resolve_objective
 from layertap.models.plan.requested import Objective
 from layertap.models.points import Point
-from layertap.models.run.map_layers import find_attention, find_last_sensitive, find_map_layers
 from tests.nets import resnet, surveyed, swin, vit
 from tests.oracle import seeded
 

@@ -18,10 +18,10 @@ from layertap.models.plan.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.plan.requested import LinearStep, Objective, Operation, Reduction, Selector, TensorData
 from layertap.models.points import Point
 from layertap.models.run.fingerprint import (
+    digest_architecture,
     digest_changes,
     digest_explanation,
     digest_model,
-    digest_named_architecture,
     digest_reply,
     digest_result,
     digest_rows,
@@ -174,10 +174,8 @@ def test_digests_stay() -> None:
     assert digest_model("w", "s", "float32", PREPROCESS, INPUTS, decode="fast") == "82ba0c3453a61b5fb058a324df8b7d8d"
     assert digest_model("w", "s", "float32", PREPROCESS, INPUTS, decode="device") == "320a3db05c726c7e14159809fef30675"
     assert digest_model("w", "s", "float32", None, INPUTS) == "f35d4db6bc2126b0382e983110ef83e1"
-    assert digest_named_architecture("torchvision:resnet18") == "f8dd4447889ecb97996149727f93e1f7"
-    assert (
-        digest_named_architecture("torchvision:resnet18", '{"num_classes": 10}') == "4bc10851af509c16c556fa5096a28472"
-    )
+    assert digest_architecture("torchvision:resnet18") == "f8dd4447889ecb97996149727f93e1f7"
+    assert digest_architecture("torchvision:resnet18", '{"num_classes": 10}') == "4bc10851af509c16c556fa5096a28472"
     assert digest_result(MODEL, POINT, Reduction()) == "4fe3f0b01c5dc2794e4d295de88b514a"
     function = replace(POINT, layer="mixer", function="add#0")
     assert digest_result("m", function, Reduction(pool="mean")) == "4f47d0211af24f981f952d2f17aaa0b0"

@@ -312,7 +312,5 @@ def test_reused_memory_is_no_dependence() -> None:
     kept = []
     for trial in range(30):
         kept.append(torch.zeros(trial % 13 * 64 + 1))
-        known = verify_resumable(
-            model.module, start, model.catalog, model.inputs, model.replicas[0].forward, rows, model.dtype
-        )
+        known = verify_resumable(model.module, start, model.catalog, model.inputs, model.replicas[0], rows, model.dtype)
         assert {layer for layer, *_ in points(known)} == {".", "first", "second"}

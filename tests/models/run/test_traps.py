@@ -206,7 +206,7 @@ def test_a_model_that_catches_exceptions(load_fresh_net: Loader) -> None:
     module(x)
     handle.remove()
     assert module.tails == before + 1
-    model.replicas[0].forward.take()  # of tails that ran within ours nothing would stay
+    model.replicas[0].take()  # of tails that ran within ours nothing would stay
     ran: list[nn.Module] = []
     handle = module.tail.register_forward_hook(lambda part, args, output: ran.append(part))
     assert torch.equal(ours(model, x, "head")["head"], record(module.head, x)[".", 0, (), "output"])

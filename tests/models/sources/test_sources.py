@@ -323,7 +323,7 @@ CLASSES = 10
 
 
 def digest(model: BuiltModel) -> str:
-    return digest_architecture(model.module, model.architecture, model.settings)
+    return digest_architecture(model.architecture, model.settings, model.module)
 
 
 def compute(module: nn.Module, shape: tuple[int, ...]) -> Tensor:

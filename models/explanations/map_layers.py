@@ -12,12 +12,15 @@ from operator import itemgetter
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import LayertapError, SelectorError
 from layertap.models.hooks.attach import Modules
+from layertap.models.inputs.noise import copy_rows, make_noise_row
 from layertap.models.plan.objectives import OBJECTIVES
-from layertap.models.plan.plan import Capture, ResolvedObjective, Tap, get_boundary
+from layertap.models.plan.plan import Capture, ResolvedObjective, Tap, find_tensor, get_boundary
 from layertap.models.plan.requested import Objective, Reduction
 from layertap.models.points import Point, Site, find_grid
 from layertap.models.run.batch_slices import RequestSlice
 from layertap.models.run.extract import extract_slices
+from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.model_catalogs import run_noise, survey_shape
 
 MAX_TOGETHER = 16  # maps whose gradients one backward captures
 MAX_MAPS = 65  # maps tried in all: a transformer block returns 14
@@ -60,6 +63,28 @@ def is_map(info: TensorInfo) -> bool:
         tokens = info.shape[1] - info.prefix
         return tokens > 1 and find_grid(tokens, info.grid_size) is not None
     return min(map(info.size, "HW")) > 1
+
+
+def find_grad_cam_layer(model: LoadedModel, objective: ResolvedObjective) -> Tap:
+    """The last layer with feature maps that an objective depends on, tried if not cached; OutOfMemoryError.
+
+    If the objective depends on none of the last few, the very last one: its map is zero. SelectorError if there
+    are no feature maps.
+    """
+    layer = model.catalogs.grad_cam_layers.get(objective)
+    if layer is None:
+        if objective.point.function:
+            survey_shape(model, model.shapes, functions=True)
+        inputs = model.model_inputs.pictures
+        if find_tensor(objective.point, model.get_catalog(inputs)) is None:
+            inputs = model.model_inputs
+        layers = find_map_layers(model.get_catalog(inputs), objective.point)
+        row = make_noise_row(inputs.specs, model.device, model.dtype)
+        with run_noise(model.replica, model.threads):
+            layer = find_last_sensitive(model.replica.modules, lambda: model.replica(copy_rows(row)), layers, objective)
+        layer = layer or layers[0]
+        model.catalogs.grad_cam_layers.put(objective, layer)
+    return layer
 
 
 def find_map_layers(catalog: Catalog, end: Point) -> list[Tap]:
