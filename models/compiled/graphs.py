@@ -172,20 +172,16 @@ def open_graph(path: Path, runners: int, device: torch.device, single: bool = Fa
     ``single``: for one thread only, without synchronisation between threads.
     """
     load_runner(path.parent)
+    load: Callable[[str, int, int, bool], Graph] = torch.classes.layertap.Graph
     try:
         if device.type == "cuda":  # kernels are read on first use, from a copy of the files that torch keeps
-            return _load_graph(path, runners, -1 if device.index is None else device.index, single)
+            return load(str(path), runners, -1 if device.index is None else device.index, single)
         # Loaded files can be deleted at once, so that a killed process leaves none behind.
         with tempfile.TemporaryDirectory() as folder, ZipFile(path) as archive:
             archive.extractall(folder)
-            return _load_graph(next(Path(folder).iterdir()), runners, -1, single)
+            return load(str(next(Path(folder).iterdir())), runners, -1, single)
     except (RuntimeError, OSError, BadZipFile, StopIteration) as error:
         raise WarmError(f"a compiled plan does not load ({type(error).__name__})") from error
-
-
-def _load_graph(path: Path, runners: int, device_index: int, single: bool) -> Graph:
-    graph: Graph = torch.classes.layertap.Graph(str(path), runners, device_index, single)
-    return graph
 
 
 def load_runner(folder: Path) -> None:

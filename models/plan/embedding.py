@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from layertap.models.catalog.catalog import Catalog, TensorInfo
+from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import RequestError, SelectorError, escape
 from layertap.models.plan.matches import find_matches, make_keys
-from layertap.models.plan.options import check_channels, check_need, raise_first
+from layertap.models.plan.options import check_channels, check_need, is_scores, raise_first
 from layertap.models.plan.requested import Embedding, Reduction, Selector
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.points import format_path
@@ -67,7 +67,8 @@ def find_embedding(text: str, catalog: Catalog, pool: Pool | None, layout: str |
     raise_first(check_need("embedding", escape(text), info))
     if pool is None:
         raise_first(check_channels("an embedding", escape(text), info))
-    return replace(selector, reduction=Reduction(pool=pool or _choose_pool(info)))
+        pool = "none" if is_scores(info) else "mean" if info.has_axis("C") else "flatten"
+    return replace(selector, reduction=Reduction(pool=pool))
 
 
 def reduce_embedding(selector: Selector, embedding: Embedding) -> Selector:
@@ -78,12 +79,6 @@ def reduce_embedding(selector: Selector, embedding: Embedding) -> Selector:
         pool = "flatten"  # the same numbers; only pooled results are normalised
     reduction = Reduction(pool=pool, normalize=normalize, dtype=embedding.dtype)
     return replace(selector, reduction=reduction, alias=embedding.alias)
-
-
-def _choose_pool(info: TensorInfo) -> Pool:
-    if len(info.shape) == 2 and info.row_axis == 0 and info.entries_per_row == 1:
-        return "none"
-    return "mean" if info.has_axis("C") else "flatten"
 
 
 def _find_head(catalog: Catalog) -> Iterator[Choice]:

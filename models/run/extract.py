@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
@@ -47,18 +47,21 @@ def extract_slices(
     a tensor is not as its catalog says; errors of the forward pass through. In every case the hooks are gone. Not
     thread-safe: hooks run in every forward through the modules.
     """
-    collector = Collector(tuple(slices), row_count, modules, token_mask, stops)
-    with collector.set_grad_mode():
+    slices = tuple(slices)
+    has_graph = any(each.objective is not None for each in slices)
+    collector = Collector(slices, row_count, modules, token_mask, stops)
+    # Not inference mode: tensors that a model keeps (tables, caches) must be usable in a forward with a graph.
+    with torch.enable_grad() if has_graph else torch.no_grad():
         with ExitStack() as stack:
             collector.attach(stack)
             with suppress(StopForward):
                 forward()
         collector.check()
-        with ExitStack() as stack:
-            collector.attach_recompute(stack)
-            with suppress(StopForward):
+        if has_graph:
+            with ExitStack() as stack, suppress(StopForward):
+                collector.attach_recompute(stack)
                 collector.backward()
-        collector.check()
+            collector.check()
         for point in find_unreachable(forward, modules, collector.find_unreached()):
             raise InputError(
                 f"between its input and {point.escaped_text} the model computes without gradients",
@@ -131,7 +134,6 @@ class Collector:
         self._gradients = {capture: spans[capture] for capture in spans if capture.point.site in GRADIENTS}
         self._slices = slices
         self._objectives = {index: each.objective for index, each in enumerate(slices) if each.objective is not None}
-        self._has_graph = bool(self._objectives)
         self._row_count = row_count
         self._modules = modules
         self._token_mask = token_mask
@@ -146,11 +148,6 @@ class Collector:
         self._unmade = {change.point for each in slices for change in each.interventions}
         self._absent: dict[Point, str] = {}  # points whose call held other tensors
 
-    def set_grad_mode(self) -> AbstractContextManager[object]:
-        """How the forward runs: with a graph only where something is differentiated."""
-        # Not inference mode: tensors that a model keeps (tables, caches) must be usable in a forward with a graph.
-        return torch.enable_grad() if self._has_graph else torch.no_grad()
-
     def attach(self, stack: ExitStack) -> None:
         """Attach the hooks of a forward, until the stack ends."""
         # All calls of these are counted, whether anything is wanted of them or not.
@@ -162,8 +159,7 @@ class Collector:
 
     def attach_recompute(self, stack: ExitStack) -> None:
         """Attach the hooks of a backward, in which a model with activation checkpointing recomputes activations."""
-        if self._has_graph:
-            attach_values(stack, self._modules, self._changed, self._on_recompute, changed=self._changed)
+        attach_values(stack, self._modules, self._changed, self._on_recompute, changed=self._changed)
 
     def check(self) -> None:
         """InputError if a tensor was not as promised, LayerNotReachedError if anything is still pending."""

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from layertap.models.catalog.call_recorder import NO_SKETCH, CallRecorder
 from layertap.models.catalog.catalog import Catalog
@@ -105,7 +104,8 @@ def survey_shape(model: LoadedModel, shapes: Shapes, *, functions: bool = False)
             if catalog is None:
                 catalog = _survey(model, specs)
                 # Memory is measured; time is scaled from that of the configured shape.
-                row_bytes = _measure_row_bytes(model.replica, _make_row(model, specs), model.device)
+                row = make_noise_row(specs, model.device, model.dtype)
+                row_bytes = _measure_row_bytes(model.replica, row, model.device)
                 per_row = model.catalog.costs.per_row * catalog.seconds / model.catalog.seconds
                 costs = replace(model.catalog.costs, per_row=per_row, row_bytes=row_bytes)
                 catalog = replace(catalog, costs=costs, tower=model.model_inputs.for_shapes(shapes).tower)
@@ -179,10 +179,6 @@ def _resize(model: LoadedModel, specs: Sequence[InputSpec]) -> Catalog | None:
     on_one_thread = seconds * (costs.speedup if threads > 1 else 1.0)
     per_row = max(on_one_thread - costs.base, costs.per_row * seconds / model.catalog.seconds)
     return replace(catalog, seconds=seconds, costs=replace(costs, per_row=per_row, row_bytes=row_bytes))
-
-
-def _make_row(model: LoadedModel, specs: Sequence[InputSpec]) -> dict[str, Tensor]:
-    return make_noise_row(specs, model.device, model.dtype)
 
 
 def _measure_row_bytes(replica: Replica, row: memory.Inputs, device: torch.device) -> int:

@@ -56,7 +56,10 @@ def run_verified(
             return _run_with_replacements(replica.modules, run_rows, values)
 
     values = {capture.point: reduced.values for capture, reduced in activations.select(whole).items()}
-    check_outputs(plan, catalog, values, run_again)
+    points = {each.point for each in plan.captures if each.point.site == "output"}
+    in_order = sorted(points, key=lambda point: get_boundary(point, catalog).order)
+    output = {each.point: values[each.point] for each in _list_model_outputs(catalog)}
+    _check_outputs(output, {point: values[point] for point in in_order}, run_again)
     return BatchActivations(
         {key: reduced for key, reduced in activations.pieces.items() if key[0] in request_slice.captures}
     )
@@ -109,16 +112,8 @@ def list_extra_captures(plan: Plan, catalog: Catalog) -> frozenset[Capture]:
     return frozenset(raw) | _list_model_outputs(catalog)
 
 
-def check_outputs(plan: Plan, catalog: Catalog, captured: TensorsByPoint, run: RunWithReplacements) -> None:
-    """RequestError if outputs that a forward gave, put back in another, do not give the model's output again.
-
-    ``captured`` holds the extra captures, for all rows.
-    """
-    output = {each.point: captured[each.point] for each in _list_model_outputs(catalog)}
-    points = {each.point for each in plan.captures if each.point.site == "output"}
-    replacements = {
-        point: captured[point] for point in sorted(points, key=lambda point: get_boundary(point, catalog).order)
-    }
+def _check_outputs(output: TensorsByPoint, replacements: TensorsByPoint, run: RunWithReplacements) -> None:
+    """RequestError if outputs of layers, put back in another forward, do not give the model's ``output`` again."""
     difference = _compute_difference(output | replacements, run(replacements))
     if difference is None:
         return
