@@ -37,8 +37,8 @@ from layertap.models.plan.requested import Reduction
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
 from layertap.models.run.compiled_plan import CompiledPlan, PlanGraphs, WarmError
-from layertap.models.run.costs import BATCH_ROWS, measure_costs
 from layertap.models.run.loaded_model import LoadedModel
+from layertap.models.run.model_catalogs import BATCH_ROWS, measure_costs
 from layertap.models.run.model_info import ModelInfo
 from layertap.models.run.replica import Replica
 from layertap.models.run.row_check import has_same_row, select_row

@@ -203,8 +203,8 @@ def _check_function(selector: Selector, catalog: Catalog) -> None:
         )
     if not catalog.has_functions:
         raise SelectorError(
-            f"{escape(selector.text)} names a function, and none can be had here",
-            hint="name a layer: forwards that resume give no functions",
+            f"{escape(selector.text)} names a function, and forwards that resume return none",
+            hint="name a layer",
         )
 
 

@@ -30,7 +30,7 @@ from layertap.models.devices.transfer import view_bytes
 from layertap.models.grammar import LIBRARIES
 from layertap.models.hooks.tensor_tree import find_refused
 
-BUDGET, OBJECT_COST = 2**33, 2**14  # bytes that are read at most; each object counts as so many
+BUDGET, OBJECT_COST = 2**33, 2**14  # the most bytes that are read; an object counts as so many
 SCALARS = frozenset({type(None), bool, int, float, complex, type(...), type(NotImplemented)})
 # Libraries whose versions do not count: probes find one that computes something else.
 PROBED = frozenset({"layertap", "torch", "numpy", *LIBRARIES, *sys.stdlib_module_names})

@@ -60,7 +60,7 @@ class RowCheck:
         return () if count % every else (rows[count % len(rows)],)
 
     def note(self, *, differs: bool, is_rounding: bool) -> None:
-        """Note a comparison; ``is_rounding``: so many copies of the row give the shared answer.
+        """Note a comparison; ``is_rounding``: as many copies of the row as there were rows give the shared answer.
 
         A number on the border of a choice goes the other way among other numbers of rows, seldom: what does so often
         is a rule of the model's.

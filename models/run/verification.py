@@ -112,7 +112,7 @@ def list_extra_captures(plan: Plan, catalog: Catalog) -> frozenset[Capture]:
     return frozenset(raw) | _list_model_outputs(catalog)
 
 
-def _check_outputs(output: TensorsByPoint, replacements: TensorsByPoint, run: RunWithReplacements) -> None:
+def _check_outputs(output: dict[Point, Tensor], replacements: dict[Point, Tensor], run: RunWithReplacements) -> None:
     """RequestError if outputs of layers, put back in another forward, do not give the model's ``output`` again."""
     difference = _compute_difference(output | replacements, run(replacements))
     if difference is None:

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from layertap.models.catalog.catalog import Costs
 from layertap.models.devices import memory
 from layertap.models.hooks import attach
-from layertap.models.run import costs
-from layertap.models.run.model_catalogs import survey_shape
+from layertap.models.run import model_catalogs
+from layertap.models.run.model_catalogs import measure_costs, survey_shape
 from layertap.models.run.replica import call_module
 from tests.conftest import Loader, net_spec
 from tests.loading import load_model
@@ -92,7 +92,7 @@ def test_as_it_was(load_fresh_net: Loader, name: str) -> None:
     forward = partial(call_module, module=model.module)
     with torch.no_grad():
         found = memory.measure_peak_bytes(forward, rows, model.module, CPU)
-    costs.measure_costs(forward, rows, CPU, found, crosses_rows=model.catalog.crosses_rows, max_threads=2)
+    measure_costs(forward, rows, CPU, found, crosses_rows=model.catalog.crosses_rows, max_threads=2)
     assert found == model.catalog.costs.row_bytes >= sum(value.nbytes for value in rows.values())
     assert all(rows[key].equal(value) for key, value in before.items())
     assert all(value.equal(state[key]) for key, value in model.module.state_dict().items())
@@ -108,9 +108,7 @@ def test_a_forward_that_fails() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         peak(nn.Linear(4, 4), ones(1, 5))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        costs.measure_costs(
-            lambda rows: nn.Linear(4, 4)(rows["x"]), ones(1, 5), CPU, 1, crosses_rows=False, max_threads=2
-        )
+        measure_costs(lambda rows: nn.Linear(4, 4)(rows["x"]), ones(1, 5), CPU, 1, crosses_rows=False, max_threads=2)
     assert _get_current_dispatch_mode() is None
     assert torch.get_num_threads() == before
 
@@ -119,7 +117,7 @@ def test_a_forward_that_fails() -> None:
 
 
 @pytest.mark.parametrize(("crosses_rows", "per_row"), [(False, 0.0625), (True, 0.125)])
-@pytest.mark.parametrize(("gain", "speedup"), [(2.0, 2.0), (costs.MIN_SPEEDUP - 0.01, 1.0)])
+@pytest.mark.parametrize(("gain", "speedup"), [(2.0, 2.0), (model_catalogs.MIN_SPEEDUP - 0.01, 1.0)])
 def test_costs_by_hand(
     monkeypatch: pytest.MonkeyPatch, crosses_rows: bool, per_row: float, gain: float, speedup: float
 ) -> None:
@@ -130,17 +128,17 @@ def test_costs_by_hand(
         seconds = (1 + len(rows["x"])) / 16 / (gain if torch.get_num_threads() > 1 else 1)
         return seconds * (1 if next(calls) % 7 else 16)
 
-    monkeypatch.setattr(costs, "MIN_THREADED_S", 0.0)
-    monkeypatch.setattr(costs, "_measure_seconds", take)
-    found = costs.measure_costs(lambda rows: None, ones(1, 4), CPU, 5, crosses_rows=crosses_rows, max_threads=2)
+    monkeypatch.setattr(model_catalogs, "MIN_THREADED_S", 0.0)
+    monkeypatch.setattr(model_catalogs, "_measure_seconds", take)
+    found = measure_costs(lambda rows: None, ones(1, 4), CPU, 5, crosses_rows=crosses_rows, max_threads=2)
     assert found == Costs(base=0.125 - per_row, per_row=per_row, row_bytes=5, speedup=speedup)
 
 
 def test_one_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward of many seconds runs once."""
     runs: list[float] = []
-    monkeypatch.setattr(costs, "_measure_seconds", lambda *_: runs.append(4.0) or runs[-1])
-    found = costs.measure_costs(lambda rows: None, ones(1, 4), CPU, 5, crosses_rows=False, max_threads=2)
+    monkeypatch.setattr(model_catalogs, "_measure_seconds", lambda *_: runs.append(4.0) or runs[-1])
+    found = measure_costs(lambda rows: None, ones(1, 4), CPU, 5, crosses_rows=False, max_threads=2)
     assert found == Costs(base=0.0, per_row=4.0, row_bytes=5)
     assert len(runs) == 1
 
