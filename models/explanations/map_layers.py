@@ -18,7 +18,7 @@ from layertap.models.plan.plan import Capture, ResolvedObjective, Tap, find_tens
 from layertap.models.plan.requested import Objective, Reduction
 from layertap.models.points import Point, Site, find_grid
 from layertap.models.run.batch_slices import RequestSlice
-from layertap.models.run.extract import extract_slices
+from layertap.models.run.extractor import extract_slices
 from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.model_catalogs import run_noise, survey_shape
 

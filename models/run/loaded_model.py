@@ -20,7 +20,7 @@ from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.inputs.preprocess import normalize, normalize_batch
 from layertap.models.run.batch_slices import BatchActivations, RequestSlice
 from layertap.models.run.compiled_plan import PlanGraphs
-from layertap.models.run.extract import extract_slices
+from layertap.models.run.extractor import extract_slices
 from layertap.models.run.fingerprint import get_proven_part
 from layertap.models.run.model_info import ModelInfo
 from layertap.models.run.replica import Replica

@@ -13,7 +13,7 @@ from layertap.models.hooks.attach import Modules
 from layertap.models.plan.plan import Capture, Plan, check_rows_fit
 from layertap.models.points import Point, Site
 from layertap.models.run.batch_slices import JoinedRows, RequestSlice
-from layertap.models.run.extract import extract_slices
+from layertap.models.run.extractor import extract_slices
 from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.reduction import Reduced, ReducedArray, ReducedTensor
 from tests.oracle import Key, record

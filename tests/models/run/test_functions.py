@@ -21,7 +21,7 @@ from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Intervention, Objective, Operation, Selector, TensorData
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
-from layertap.models.run.extract import extract_slices
+from layertap.models.run.extractor import extract_slices
 from layertap.models.run.resumption import Resumption, find_start, verify_resumable
 from layertap.models.spec import InputSpec
 from tests.function_nets import Branches, InPlace, Outer, count_modes, mix

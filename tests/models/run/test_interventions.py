@@ -19,7 +19,7 @@ from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Intervention, Objective, Operation, TensorData
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.run.batch_slices import RequestSlice
-from layertap.models.run.extract import extract_slices
+from layertap.models.run.extractor import extract_slices
 from tests.models.extraction import run_plan
 from tests.nets import WindowMajor, Windows, bottlenecks, resnet, surveyed, swin, vit
 

@@ -49,25 +49,25 @@ def extract_slices(
     """
     slices = tuple(slices)
     has_graph = any(each.objective is not None for each in slices)
-    collector = Collector(slices, row_count, modules, token_mask, stops)
+    extractor = FeatureExtractor(slices, row_count, modules, token_mask, stops)
     # Not inference mode: tensors that a model keeps (tables, caches) must be usable in a forward with a graph.
     with torch.enable_grad() if has_graph else torch.no_grad():
         with ExitStack() as stack:
-            collector.attach(stack)
+            extractor.attach(stack)
             with suppress(StopForward):
                 forward()
-        collector.check()
+        extractor.check()
         if has_graph:
             with ExitStack() as stack, suppress(StopForward):
-                collector.attach_recompute(stack)
-                collector.backward()
-            collector.check()
-        for point in find_unreachable(forward, modules, collector.find_unreached()):
+                extractor.attach_recompute(stack)
+                extractor.backward()
+            extractor.check()
+        for point in find_unreachable(forward, modules, extractor.find_unreached()):
             raise InputError(
                 f"between its input and {point.escaped_text} the model computes without gradients",
                 hint="take an objective before the model's own torch.no_grad() or detach()",
             )
-    return BatchActivations(collector.results)
+    return BatchActivations(extractor.results)
 
 
 @dataclass
@@ -108,8 +108,8 @@ def group_actions(
     return groups
 
 
-class Collector:
-    """The pending work of one forward: hooks close over it, nothing of it is stored on the model.
+class FeatureExtractor:
+    """The hooks of one forward, with what is still to be done in them: nothing of it is stored on the model.
 
     ``results`` are the captures made so far, reduced for each request that wants them.
     """
@@ -377,7 +377,7 @@ class Collector:
         raise StopForward
 
 
-# Not a method: a graph whose hooks held the collector, which holds tensors of that graph, would never be freed.
+# Not a method: a graph whose hooks held the extractor, which holds tensors of that graph, would never be freed.
 def _apply_intervention(
     request_slice: RequestSlice, change: ResolvedIntervention, token_mask: Tensor | None, value: Tensor
 ) -> Tensor:
