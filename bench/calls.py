@@ -13,7 +13,7 @@ import os
 import sys
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
@@ -33,7 +33,6 @@ from layertap.models.spec import ModelSpec
 from layertap.service import logs
 from layertap.service.config.configuration import Configuration
 from tests.server import Live, serving
-from tests.transformers_nets import saved, tokenizer
 
 WARM = 40  # requests before the counted ones: the first are planned, checked and measured
 COUNTED = 21
@@ -188,14 +187,21 @@ def _choose_middle(calls: list[Calls]) -> Calls:
 
 
 @contextmanager
-def serving_kinds() -> Iterator[Live]:
-    """A server of the models that ``KINDS`` ask, with one worker process."""
+def serving_kinds(kinds: Collection[str]) -> Iterator[Live]:
+    """A server of the models that these of ``KINDS`` ask, with one worker process."""
     with TemporaryDirectory() as folder, redirect_stderr(StringIO()):  # of progress bars
-        saved("bert", Path(folder))
-        tokenizer(Path(folder))
-        bert = ModelSpec("bert", f"transformers:{folder}", device="cpu")
-        with serving(Configuration((digits(), bert), "digits"), workers=1) as live:
+        specs = (digits(), save_bert(Path(folder))) if "text" in kinds else (digits(),)
+        with serving(Configuration(specs, "digits"), workers=1) as live:
             yield live
+
+
+def save_bert(folder: Path) -> ModelSpec:
+    """The entry of a tiny BERT that is saved in a folder."""
+    from tests.transformers_nets import saved, tokenizer  # takes seconds, and only texts need it
+
+    saved("bert", folder)
+    tokenizer(folder)
+    return ModelSpec("bert", f"transformers:{folder}", device="cpu")
 
 
 def is_own(code: CodeType) -> bool:
@@ -228,8 +234,9 @@ def main() -> None:
     with Path(os.devnull).open("w") as nowhere:
         with redirect_stderr(nowhere):
             logs.configure(chosen.log_level, text=False)
-        with serving_kinds() as live:
-            found = {kind: count_calls(live, KINDS[kind]) for kind in chosen.kind or KINDS}
+        kinds = chosen.kind or list(KINDS)
+        with serving_kinds(kinds) as live:
+            found = {kind: count_calls(live, KINDS[kind]) for kind in kinds}
     console, table = Console(), Table("request", "Python calls", "of ours", "our files", "calls of C")
     for kind, calls in found.items():
         table.add_row(kind, *map(str, calls.count().values()))

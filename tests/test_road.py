@@ -51,7 +51,7 @@ def test_steps_exist() -> None:
 
 def test_warm_picture_goes_this_way() -> None:
     """Each step of the server's process is called, in the listed order by the first call."""
-    with serving_kinds() as live:
+    with serving_kinds(["jpeg"]) as live:
         called = list(count_calls(live, KINDS["jpeg"]).by_name())
     steps = [(step.file, step.function) for step in list_steps() if not step.in_worker]
     assert [step for step in steps if step not in called] == []
