@@ -43,7 +43,7 @@ def awaited(*args: Any, **options: Any) -> Iterator[Awaited]:
 def open_client(request: pytest.FixtureRequest) -> Iterator[Open]:
     """Makes clients of one of the two kinds, closed at the end."""
     with ExitStack() as stack:
-        yield lambda *args, **options: stack.enter_context(request.param(*args, **options))
+        yield lambda *args, **options: stack.enter_context(request.param(*args, **{"verify": False, **options}))
 
 
 @pytest.fixture(scope="session")

@@ -124,7 +124,7 @@ def process(
                 )
             )
             assert running.poll() is None, log.read_text()
-            wait_until(lambda: not wait or httpx.get(f"{found.url}/readyz").status_code == 200)
+            wait_until(lambda: not wait or httpx.get(f"{found.url}/readyz", verify=False).status_code == 200)
             yield found
         finally:
             running.kill()
