@@ -21,7 +21,7 @@ from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import connect, encode_request, read_to_end, wait_until
 from tests.service.queue_harness import gauges
-from tests.service.support import npy, raw
+from tests.service.support import Json, npy, raw
 
 SIZES = st.sampled_from([0, 1, 5, 1000, LARGE - 1, LARGE, LARGE + 1, PIECE, PIECE + 1, 2 * PIECE + 7])
 MIB = 2**20
@@ -94,29 +94,34 @@ def test_memory(serve: Serve, name: str) -> None:
     assert peak < 2 * size - 16 * MIB
 
 
-REPLY = raw(npy(np.zeros((200, 3, 32, 32), np.float32)), "application/x-npy", layers="block1", format="npy")
-REPLY_BYTES = 200 * 2**16
+ROW_BYTES = 2**16  # of a reply to one row
+FEW, MANY = 32, 200  # rows; more bytes than a narrow server's system holds, and than any
 
 
 @pytest.fixture(scope="module")
 def narrow(serve: Serve) -> Iterator[Live]:
     """A server whose system holds little of a reply, with room for one large reply at a time."""
-    with serve(send_buffer=2**12, max_unsent_bytes=2 * REPLY_BYTES) as live:
+    with serve(send_buffer=2**12, max_unsent_bytes=2 * FEW * ROW_BYTES) as live:
         yield live
 
 
-def begin_reply(live: Live, connection: socket.socket) -> None:
+def ask(rows: int) -> Json:
+    """A request whose reply has so many rows of ``ROW_BYTES``."""
+    return raw(npy(np.zeros((rows, 3, 32, 32), np.float32)), "application/x-npy", layers="block1", format="npy")
+
+
+def begin_reply(live: Live, connection: socket.socket, rows: int) -> None:
     """Send a request for a large reply, and wait for its head."""
-    connection.sendall(encode_request(live.client.build_request("POST", "/extract", **REPLY)))
+    connection.sendall(encode_request(live.client.build_request("POST", "/extract", **ask(rows))))
     assert connection.recv(12) == b"HTTP/1.1 200"
 
 
 def test_client_that_leaves(narrow: Live) -> None:
     """A reply that is being sent holds no place in the queue; nothing of it is kept where the peer goes away."""
     with connect(narrow, buffer=2**11) as connection:
-        begin_reply(narrow, connection)
+        begin_reply(narrow, connection, FEW)
         assert gauges(narrow)["queue_bytes"] == 0
-        assert gauges(narrow)["unsent_bytes"] > REPLY_BYTES
+        assert gauges(narrow)["unsent_bytes"] > FEW * ROW_BYTES
     wait_until(lambda: gauges(narrow)["unsent_bytes"] == 0)
     assert narrow.client.get("/readyz").status_code == 200
 
@@ -124,24 +129,24 @@ def test_client_that_leaves(narrow: Live) -> None:
 def test_slow_reader(narrow: Live, caplog: pytest.LogCaptureFixture) -> None:
     """A reader that takes little does not keep its model, and makes room for the next reply."""
     with connect(narrow, buffer=2**11) as slow:
-        begin_reply(narrow, slow)
+        begin_reply(narrow, slow, FEW)
         assert not narrow.engine.manager.list_handles()[0].holders
-        reply = narrow.client.post("/extract", **REPLY)
-        assert len(reply.content) > REPLY_BYTES
-        assert len(read_to_end(slow)) < REPLY_BYTES
+        reply = narrow.client.post("/extract", **ask(FEW))
+        assert len(reply.content) > FEW * ROW_BYTES
+        assert len(read_to_end(slow)) < FEW * ROW_BYTES
     assert "a reply was cut" in caplog.messages
 
 
 def test_progress(serve: Serve) -> None:
     """What a reader takes counts, though its system, and the server's, hold far more that was sent."""
     with serve() as live, connect(live, buffer=2**16) as connection:
-        begin_reply(live, connection)
+        begin_reply(live, connection, MANY)
 
         async def count_taken() -> int:
             return next(iter(live.engine.unsent._replies)).reader.count_taken()
 
         before = live.run(count_taken())
-        assert 0 < before < REPLY_BYTES
+        assert 0 < before < MANY * ROW_BYTES
         for _ in range(16):
             connection.recv(2**14)
         wait_until(lambda: live.run(count_taken()) > before)
