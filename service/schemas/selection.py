@@ -88,7 +88,7 @@ def _check_edges(edges: tuple[float, ...]) -> tuple[float, ...]:
     """Edges in the precision of the values; an error if two are equal in it, or out of order."""
     with np.errstate(over="ignore"):
         limits = np.array(edges, np.float32)
-    if not (np.diff(limits) > 0).all() or not np.isfinite(limits).all():
+    if not (limits[1:] > limits[:-1]).all() or not np.isfinite(limits).all():
         raise PydanticCustomError("edges", "Input should be float32 numbers, each greater than the one before")
     return tuple(limits.tolist())
 
