@@ -39,11 +39,12 @@ Command = Callable[..., Done]
 
 
 def run_here(*words: str | Path) -> Done:
-    """``layertap`` in this process, where no fixture's ``command`` is."""
+    """``layertap`` in this process, where no fixture's ``command`` is; without workers, which take seconds to start."""
     out, notes = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(notes):
         for printer in (console.stdout, console.stderr):
             patch.setattr(printer, "width", 200)
+        patch.setenv("LAYERTAP_WORKERS", "0")
         patch.setattr(sys, "argv", ["layertap", *map(str, words)])
         with pytest.raises(SystemExit) as ended:
             main()
