@@ -129,15 +129,11 @@ def changed(module: nn.Module, key: Key, change: Callable[[Tensor], Tensor]) -> 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         return placed(output, path, change) if running.pop() == call and site == "output" else None
 
-    handles = [
+    with (
         part.register_forward_pre_hook(before, with_kwargs=True),
         part.register_forward_hook(after, always_call=True),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def answers(model: LoadedModel, inputs: Mapping[str, Tensor], texts: list[str], *more: Any) -> dict[str, Tensor]:

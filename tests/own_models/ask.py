@@ -84,8 +84,6 @@ def hook(module: nn.Module, name: str, *rows: Tensor) -> list[Tensor]:
     """What each call of a part returned in one forward of a batch of one, by a plain hook and an immediate copy."""
     found: list[Tensor] = []
     part = dict(module.named_modules())[name]
-    handle = part.register_forward_hook(lambda part, args, output: found.append(output.clone()))
-    with torch.no_grad():
+    with part.register_forward_hook(lambda part, args, output: found.append(output.clone())), torch.no_grad():
         module(*(row[None] for row in rows))
-    handle.remove()
     return found

@@ -77,10 +77,9 @@ def offline(module: Any, tokens: list[int], layer: str, change: Change = lambda 
         handed = kept[0].clone()
         return (handed, *output[1:]) if isinstance(output, tuple) else handed
 
-    handle = module.get_submodule(layer).register_forward_hook(hook)
     ids = torch.tensor([tokens])
-    output = module(input_ids=ids, attention_mask=torch.ones_like(ids))
-    handle.remove()
+    with module.get_submodule(layer).register_forward_hook(hook):
+        output = module(input_ids=ids, attention_mask=torch.ones_like(ids))
     return Offline(kept[0], output)
 
 

@@ -87,9 +87,8 @@ class Nets:
             seen.append(change(first))
             return (seen[0], *rest) if isinstance(output, tuple) else seen[0]
 
-        handle = self.gpt2.get_submodule(BLOCK).register_forward_hook(hook)
-        scores = self.gpt2(torch.tensor([tokens])).logits
-        handle.remove()
+        with self.gpt2.get_submodule(BLOCK).register_forward_hook(hook):
+            scores = self.gpt2(torch.tensor([tokens])).logits
         return seen[0][0], scores[0]
 
 

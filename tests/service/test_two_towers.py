@@ -164,9 +164,8 @@ def test_layers_of_either(live: Live, clip: Towers) -> None:
     ):
         name = f"{tower}_model.encoder.layers.1.mlp"
         kept: list[Tensor] = []
-        handle = clip.module.get_submodule(name).register_forward_hook(lambda *args, kept=kept: kept.append(args[2]))
-        call(**rows)
-        handle.remove()
+        with clip.module.get_submodule(name).register_forward_hook(lambda *args, kept=kept: kept.append(args[2])):
+            call(**rows)
         close(extract(live, sent, layers=[name])[name], kept[0].numpy())
         other = {"text": "image", "vision": "text"}[tower]
         inputs = [{"text": "a cat"}] if other == "text" else [image(PICTURE)]

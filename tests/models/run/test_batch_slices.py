@@ -260,13 +260,10 @@ def test_padded(load_net: Loader, name: str, sizes: tuple[int, ...]) -> None:
     model = load_net(name)
     guests = company(model, 7, sizes)
     seen: list[set[int]] = []
-    handle = model.module.register_forward_pre_hook(
+    with model.module.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append({len(each) for each in (*args, *kwargs.values())}), with_kwargs=True
-    )
-    try:
+    ):
         found = together(model, guests, padded=8)
-    finally:
-        handle.remove()
     assert seen == [{max(8, sum(sizes))}]
     check_all(model, guests, found)
 

@@ -69,12 +69,8 @@ def put(module: nn.Module, layer: str, call: int, value: Tensor) -> Iterator[Non
         return value.clone() if running.pop() == call else None
 
     part = module.get_submodule(layer)
-    handles = [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
-    try:
+    with part.register_forward_pre_hook(begin), part.register_forward_hook(end):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def offline(model: LoadedModel, layer: str, call: int, value: Tensor, seed: int) -> dict[Key, Tensor]:
