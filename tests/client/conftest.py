@@ -51,7 +51,7 @@ def live() -> Iterator[Live]:
     """A server with ``digits``, a model of two inputs and one that can be held up."""
     two = net("two", "TwoInputs", InputSpec("pixels", (4,)), InputSpec("kind", (), "int64"))
     gated = net("gated", "Gated", labels=("red", "green", "blue"))
-    with serving(configured(two, gated, net("never", "Never", required=False))) as live:
+    with serving(configured(two, gated, net("never", "Never", required=False), load="startup")) as live:
         yield live
 
 

@@ -85,7 +85,7 @@ def live(serve: Serve) -> Iterator[Live]:
         *NETS,
         net("two", "TwoInputs", InputSpec("pixels", (4,)), InputSpec("kind", (), "int64")),
     )
-    with serve(configured(*specs), max_loaded_models=20) as live:
+    with serve(configured(*specs, load="startup"), max_loaded_models=20) as live:
         yield live
 
 
@@ -102,7 +102,8 @@ def limited(serve: Serve) -> Iterator[Live]:
         "max_json_numbers": 60_000,
         "max_queue_rows": 6,
     }
-    with serve(configured(net("gated", "Gated"), net("never", "Never", required=False)), **limits) as live:
+    specs = (net("gated", "Gated"), net("never", "Never", required=False))
+    with serve(configured(*specs, load="startup"), **limits) as live:
         yield live
 
 

@@ -9,11 +9,11 @@ import sys
 import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import numpy as np
@@ -44,9 +44,12 @@ def net(
     return ModelSpec(name, f"python:{module}:{factory}", inputs=inputs or (ROW,), **chosen)
 
 
-def configured(*specs: ModelSpec) -> Configuration:
-    """A configuration of ``digits``, which is the default, and others."""
-    return Configuration((digits(), *specs), "digits")
+def configured(*specs: ModelSpec, load: Literal["startup", "lazy"] = "lazy") -> Configuration:
+    """A configuration of ``digits``, which is the default, and others.
+
+    Alone it is loaded at startup; beside others, which most tests ask, as ``load`` says.
+    """
+    return Configuration((replace(digits(), load=load) if specs else digits(), *specs), "digits")
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (40, 32), format: str = "PNG") -> bytes:  # noqa: A002

@@ -56,7 +56,7 @@ def test_room(serve: Serve) -> None:
     """No more models are loaded than may be: the lazy one that was not used for the longest time makes room."""
     names = ("a", "b", "c")
     specs = [net(name, "Gated", load="lazy") for name in names]
-    with serve(configured(*specs), max_loaded_models=3) as live:
+    with serve(configured(*specs, load="startup"), max_loaded_models=3) as live:
         for name, expected in (("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc")):
             assert post_rows(live, model=name).status_code == 200
             assert [name for name in names if states(live)[name] == "ready"] == list(expected)

@@ -18,8 +18,9 @@ COUNT = 5
 
 @pytest.fixture
 def fragile(serve: Serve) -> Iterator[Live]:
-    """A server that nothing has happened to yet."""
+    """A server that nothing has happened to yet; it has loaded ``digits``, too."""
     with serving_nets(serve, "fragile") as live:
+        assert live.client.post("/models/digits/load").status_code == 200
         yield live
 
 

@@ -108,7 +108,7 @@ def test_idle_timeout(serve: Serve) -> None:
         net("own", "Gated", idle_timeout_s=0.1),
         net("start", "Gated"),
     )
-    with serve(configured(*specs), model_idle_timeout_s=0.1) as live:
+    with serve(configured(*specs, load="startup"), model_idle_timeout_s=0.1) as live:
         for name in ("patient", "lazy", "own"):
             assert post_rows(live, model=name).status_code == 200
         wait_until(lambda: states(live)["lazy"] == states(live)["own"] == "available")

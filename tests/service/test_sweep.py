@@ -48,7 +48,7 @@ def nets(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Net
     folder = tmp_path_factory.mktemp("models") / "gpt2"
     module = saved("gpt2", folder)
     gpt2 = ModelSpec("gpt2", f"transformers:{folder}", device="cpu")
-    with serve(configured(gpt2, net("held", "Gated"))) as live:
+    with serve(configured(gpt2, net("held", "Gated"), load="startup")) as live:
         yield Nets(live, copy_digits(live), module)
 
 

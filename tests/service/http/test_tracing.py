@@ -46,7 +46,7 @@ def traced(serve: Serve, collector: Collector) -> Iterator[Live]:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", SOON_MS)
         nets = net("gated", "Gated"), net("touchy", "Touchy")
         settings = {"otlp_endpoint": collector.url, "api_keys": "secret-key # search", "replicas": 1, "cpu_threads": 1}
-        with serve(configured(*nets), **settings) as live:
+        with serve(configured(*nets, load="startup"), **settings) as live:
             live.client.headers.update({"x-api-key": "secret-key"})
             yield live
 

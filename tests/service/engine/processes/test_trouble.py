@@ -54,7 +54,7 @@ def fatal(serve: Serve, killed: Path) -> Iterator[Live]:
     limits = {"decode_timeout_s": DECODE_TIMEOUT_S, "worker_memory_bytes": 512 * MIB}
     hangs = net("hangs", "HangsOnWide", InputSpec("x", (1, 2, 2)), module="tests.service.slow_models")
     doomed, killing = fatal_model_spec("Doomed"), fatal_model_spec("Killed", args={"path": str(killed)})
-    with serve(configured(PICTURES, doomed, killing, hangs), workers=2, **limits) as live:
+    with serve(configured(PICTURES, doomed, killing, hangs, load="startup"), workers=2, **limits) as live:
         yield live
 
 

@@ -50,7 +50,7 @@ def test_not_ready_while_loading(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(nets_http, "slow", Slow, raising=False)
     specs: tuple[ModelSpec, ...] = (net("slow", "slow", weights="DEFAULT"), net("gated", "Gated", weights="DEFAULT"))
-    with serve(configured(*specs), wait=False) as live:
+    with serve(configured(*specs, load="startup"), wait=False) as live:
         try:
             wait_until(lambda: live.client.get("/models/gated").json()["state"] == "ready")
             problem(live.client.get("/readyz"), 503, seconds=True)
@@ -71,7 +71,8 @@ def test_not_ready_without_a_model(serve: Serve) -> None:
     Whoever asks has no key: neither names nor reasons are told. The others serve, and a load that goes well mends it.
     """
     gone = net("gone", "Gated", weights="/secret/gone.safetensors")
-    with serve(configured(gone, net("never", "Never"), net("other", "Gated", load="lazy")), wait=False) as live:
+    specs = (gone, net("never", "Never"), net("other", "Gated", load="lazy"))
+    with serve(configured(*specs, load="startup"), wait=False) as live:
         wait_until(lambda: "loading" not in live.client.get("/readyz").text)
         body = problem(live.client.get("/readyz"), 503, seconds=True)
         assert "2 of the models" in body["detail"]
@@ -91,6 +92,6 @@ def test_not_ready_while_nothing_answers(serve: Serve) -> None:
 
 def test_ready_without_what_is_not_wanted_at_first(serve: Serve) -> None:
     """A model that is loaded when it is asked for keeps nobody away when it has failed."""
-    with serve(configured(net("lazy", "Never", load="lazy"))) as live:
+    with serve(configured(net("lazy", "Never", load="lazy"), load="startup")) as live:
         problem(post_rows(live, model="lazy"), 503, seconds=True)
         assert live.client.get("/readyz").status_code == 200
