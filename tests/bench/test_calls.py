@@ -48,8 +48,7 @@ def count(kinds: Iterable[str], out: Path) -> dict[str, Any]:
         pytest.skip(f"calls were counted with other versions of {', '.join(others)}")
     words = [word for kind in kinds for word in ("--kind", kind)]
     subprocess.run([sys.executable, "-m", "bench.calls", *words, "--out", str(out)], cwd=ROOT, check=True, timeout=240)
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    return json.loads(out.read_text())
 
 
 @pytest.mark.parametrize("kinds", [STORED.keys() - {"text"}, slow({"text"})])

@@ -18,8 +18,7 @@ def faults(live: Live) -> dict[str, list[str]]:
     command = [sys.executable, "-W", "ignore::ResourceWarning", "-m", "tests.client.forking", live.url]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[str]] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -60,8 +60,7 @@ def embed(project: Project, *pictures: bytes) -> Array:
     """The vectors by a request of the test's own."""
     files = [("images", ("x", each)) for each in pictures]
     reply = httpx.post(f"{project.url}/extract", params=EMBEDDING, files=files)
-    vectors: Array = np.load(io.BytesIO(reply.raise_for_status().content))
-    return vectors
+    return np.load(io.BytesIO(reply.raise_for_status().content))
 
 
 def test_shell(project: Project, printed: dict[str, str]) -> None:

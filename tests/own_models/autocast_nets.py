@@ -20,8 +20,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            out: Tensor = self.head(self.first(self.norm(x)).relu())
-            return out
+            return self.head(self.first(self.norm(x)).relu())
 
 
 class Nested(nn.Module):
@@ -40,8 +39,7 @@ class Nested(nn.Module):
             x = self.inner(x)
             with torch.autocast("cpu", enabled=False):
                 x = self.full(x.float())
-        out: Tensor = self.norm(x)
-        return out
+        return self.norm(x)
 
 
 class Checkpointed(nn.Module):
@@ -82,5 +80,4 @@ class Attending(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            out: Tensor = self.attention(x).float().mean(1)
-            return out
+            return self.attention(x).float().mean(1)

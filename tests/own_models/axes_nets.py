@@ -61,8 +61,7 @@ class Turned(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.mix(self.stem(x).mT)
-        out: Tensor = self.head(x.mean(2)) / x.quantile(0.9)
-        return out
+        return self.head(x.mean(2)) / x.quantile(0.9)
 
 
 class Video(nn.Module):

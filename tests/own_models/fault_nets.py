@@ -36,8 +36,7 @@ class Picky(nn.Module):
         self.check = Check()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.check(self.first(x))
-        return out
+        return self.check(self.first(x))
 
 
 class Check(nn.Module):
@@ -63,8 +62,7 @@ class Spoilt(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if float(x.amax()) == 12345:
             SPOILT.append(True)
-        out: Tensor = self.first([x][len(SPOILT)])
-        return out
+        return self.first([x][len(SPOILT)])
 
 
 class _Backward(torch.autograd.Function):
@@ -88,8 +86,7 @@ class OwnBackward(nn.Module):
         self.kind = {"ValueError": ValueError, "RuntimeError": RuntimeError}[error]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Backward.apply(self.first(x), self.kind)
-        return out
+        return _Backward.apply(self.first(x), self.kind)
 
 
 class OnlyWithoutGraph(nn.Module):

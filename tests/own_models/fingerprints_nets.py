@@ -384,8 +384,7 @@ class Scripted(Base):
 def make_scale(factor: float) -> Callable[[Tensor], Tensor]:
     namespace: dict[str, Any] = {}
     exec(f"def scale(x): return x * {factor}", namespace)
-    found: Callable[[Tensor], Tensor] = namespace["scale"]
-    return found
+    return namespace["scale"]
 
 
 class Generated(Base):

@@ -27,8 +27,7 @@ class Encoder(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 2)
 
     def forward(self, x: Tensor, pad: Tensor) -> Tensor:
-        out: Tensor = self.encoder(x * 3, src_key_padding_mask=pad)
-        return out
+        return self.encoder(x * 3, src_key_padding_mask=pad)
 
 
 class Turned(nn.Module):

@@ -145,8 +145,7 @@ class Helper(Two):
     def forward(self, x: Tensor) -> Tensor:
         kept = self.memory.values.setdefault("kept", [])
         kept.append(x)
-        out: Tensor = self.b(self.a(torch.stack(kept).sum(0)))
-        return out
+        return self.b(self.a(torch.stack(kept).sum(0)))
 
 
 class Closed(Two):
@@ -156,8 +155,7 @@ class Closed(Two):
         self.count = counter()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.b(self.a(x)) * self.count()
-        return out
+        return self.b(self.a(x)) * self.count()
 
 
 def counter() -> Callable[[], int]:
@@ -179,8 +177,7 @@ class Counts(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         self.counts += 1
-        out: Tensor = self.b(self.a(x)) * float(self.counts[0])
-        return out
+        return self.b(self.a(x)) * float(self.counts[0])
 
 
 class Latch(Two):
@@ -244,5 +241,4 @@ class Table(nn.Module):
             rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
             angles = torch.stack([rows, columns], -1).reshape(-1, 2, 1) * torch.tensor([1.0, 0.3])
             self.table = torch.cat([angles.sin(), angles.cos()], -1).reshape(-1, 8)
-        out: Tensor = self.head((x + self.table).relu().mean(1))
-        return out
+        return self.head((x + self.table).relu().mean(1))

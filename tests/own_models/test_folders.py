@@ -66,8 +66,7 @@ class Folders:
 
     def described(self, name: str) -> dict[str, Any]:
         """``GET /models/NAME``."""
-        found: dict[str, Any] = self.asker.client.get(f"/models/{name}").json()
-        return found
+        return self.asker.client.get(f"/models/{name}").json()
 
 
 @pytest.fixture(scope="module")

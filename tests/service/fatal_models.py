@@ -30,8 +30,7 @@ class Doomed(nn.Module):
             self.broken.append(WAYS[number])
         for breaks in self.broken[-1:]:
             breaks()
-        out: Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 class Killed(nn.Module):
@@ -49,8 +48,7 @@ class Killed(nn.Module):
                 file.write(b".")
                 if file.tell() <= times:
                     os.kill(os.getpid(), signal.SIGKILL)
-        out: Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 class Unreadable(nn.Module):
@@ -64,8 +62,7 @@ class Unreadable(nn.Module):
         self.numbers = (number for number in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 class Unhurried(nn.Module):
@@ -77,8 +74,7 @@ class Unhurried(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(ROW_S * len(x))
-        out: Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 ROW_S = 0.02

@@ -30,8 +30,7 @@ class Tower(Gated):
         tokens = self.norm(maps.flatten(2).permute(2, 0, 1))
         tokens = tokens + self.table(tokens)
         self.mean(maps)
-        out: Tensor = self.tail(tokens.mean(0))
-        return out
+        return self.tail(tokens.mean(0))
 
 
 class Table(nn.Module):
@@ -104,8 +103,7 @@ class Moody(Gated):
         if self.LEAVES_OUT in marks:
             return x
         x = self.late(x)
-        out: Tensor = self.end(x[:, ::2] if self.CUTS in marks else x)
-        return out
+        return self.end(x[:, ::2] if self.CUTS in marks else x)
 
 
 class Fragile(Gated):

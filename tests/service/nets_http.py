@@ -32,8 +32,7 @@ class Log(Sequence[Any]):
 
     @property
     def _own(self) -> list[Any]:
-        noted: list[Any] = vars(getLogger("tests.notes"))[f"{id(self)}"]
-        return noted
+        return vars(getLogger("tests.notes"))[f"{id(self)}"]
 
     def __getitem__(self, index: Any) -> Any:
         return self._own[index]
@@ -71,8 +70,7 @@ class Scores(nn.Module):
         self.linear = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 class Gated(Scores):
@@ -114,8 +112,7 @@ class Thirds(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         third = torch.full((1,), 1 / 3)
-        out: Tensor = self.out(third.float().expand(len(x), 4))
-        return out
+        return self.out(third.float().expand(len(x), 4))
 
 
 class Same(nn.Module):
@@ -128,8 +125,7 @@ class Same(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.conv(x).mean((2, 3)))
-        return out
+        return self.head(self.conv(x).mean((2, 3)))
 
 
 class ChannelMeans(Same):
@@ -165,8 +161,7 @@ class Patches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm(self.embed(x).flatten(2).transpose(1, 2))
         tokens = tokens + self.attention(tokens, tokens, tokens)[0]
-        scores: Tensor = self.head(tokens.mean(1))
-        return scores
+        return self.head(tokens.mean(1))
 
 
 class Branches(nn.Module):
@@ -215,8 +210,7 @@ class Cnn(nn.Module):
         self.head = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.features(x).mean((2, 3)))
-        return out
+        return self.head(self.features(x).mean((2, 3)))
 
 
 class FunctionalRelu(nn.Module):
@@ -228,8 +222,7 @@ class FunctionalRelu(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.conv(x).relu().mean((2, 3)))
-        return out
+        return self.head(self.conv(x).relu().mean((2, 3)))
 
 
 class PartlyGuided(FunctionalRelu):
@@ -248,8 +241,7 @@ class InlineRelu(nn.Module):
         self.conv = nn.Conv2d(4, 4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = nn.ReLU()(self.conv(x))
-        return out
+        return nn.ReLU()(self.conv(x))
 
 
 class Undifferentiable(FunctionalRelu):
@@ -271,8 +263,7 @@ class Entries(nn.Module):
         if not bool((batch["ids"] == IMAGE_TOKEN).sum(1).eq(2).all()):
             raise ValueError("each row has two image tokens")
         weights = batch["mask"][..., None] * scale[:, None, None]
-        out: Tensor = self.head((self.table(batch["ids"]) * weights).sum(1))
-        return out
+        return self.head((self.table(batch["ids"]) * weights).sum(1))
 
 
 IMAGE_TOKEN = 49
@@ -294,5 +285,4 @@ class Stacked(Siamese):
     """The same, which returns what the body does."""
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        out: Tensor = self.body(torch.cat([a, b]))
-        return out
+        return self.body(torch.cat([a, b]))

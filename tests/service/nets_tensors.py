@@ -84,8 +84,7 @@ class Doubles(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Row by row."""
-        doubled: Tensor = torch.vmap(lambda row: self.inner(row) * 2)(x)
-        return doubled
+        return torch.vmap(lambda row: self.inner(row) * 2)(x)
 
 
 class Odd(nn.Module):
@@ -102,8 +101,7 @@ class Odd(nn.Module):
         """Each of them, and something plain."""
         for layer in self.layers.values():
             layer(x)
-        scores: Tensor = self.linear(self.vmapped(x))
-        return scores
+        return self.linear(self.vmapped(x))
 
 
 class Numbers(nn.Module):

@@ -52,8 +52,7 @@ class HangsOnWide(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         while x.shape[-1] != x.shape[-2]:
             time.sleep(TRY_S)
-        out: Tensor = self.conv(x)
-        return out
+        return self.conv(x)
 
 
 def wait_for_file(path: str) -> None:

@@ -105,8 +105,7 @@ def npz(**arrays: Array) -> bytes:
 
 def safetensors_of(**arrays: Array) -> bytes:
     """A .safetensors file."""
-    data: bytes = safetensors.numpy.save(arrays)
-    return data
+    return safetensors.numpy.save(arrays)
 
 
 def raw(data: bytes, media_type: str, **query: Any) -> Json:
@@ -123,8 +122,7 @@ def arrays_of(response: httpx.Response) -> dict[str, Array]:
 def metadata(response: httpx.Response) -> dict[str, str]:
     """What a safetensors reply says beside its tensors."""
     head = json.loads(response.content[8 : 8 + int.from_bytes(response.content[:8], "little")])
-    found: dict[str, str] = head["__metadata__"]
-    return found
+    return head["__metadata__"]
 
 
 def same(a: dict[str, Array], b: dict[str, Array]) -> bool:

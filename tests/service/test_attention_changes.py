@@ -68,8 +68,7 @@ class Server:
 
     def run(self, row: int) -> Tensor:
         """One text through the model alone and unpadded."""
-        out: Tensor = self.module(input_ids=torch.tensor([TEXTS[row]])).last_hidden_state
-        return out
+        return self.module(input_ids=torch.tensor([TEXTS[row]])).last_hidden_state
 
     @contextmanager
     def changed(self, change: Change) -> Iterator[list[Tensor]]:

@@ -65,8 +65,7 @@ def test_what_was_taken_is_told(live: Live, caplog: pytest.LogCaptureFixture) ->
     def describe(kind: str) -> Json:
         response = live.client.post(f"/models/{NAMES[kind]}/load")
         assert response.status_code == 200, response.text
-        found: Json = response.json().get("checkpoint", {})
-        return found
+        return response.json().get("checkpoint", {})
 
     averaged = describe("torchvision's references")
     assert (averaged["key"], averaged["prefix"]) == ("model_ema", "module.module.")

@@ -32,8 +32,7 @@ class Deep(nn.Module):
         self.layers = nn.Sequential(*(nn.Hardtanh(-9, 9) for _ in range(LAYERS)))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
+        return self.layers(x)
 
 
 class LoopWatch:

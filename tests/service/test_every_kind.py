@@ -57,8 +57,7 @@ def after(net: Any, x: Tensor, first: int) -> Tensor:
     """What the blocks from one on, and the head, make of tokens."""
     for block in net.blocks[first:]:
         x = block(x)
-    found: Tensor = net.forward_head(net.norm(x))
-    return found
+    return net.forward_head(net.norm(x))
 
 
 def attention(part: Any, x: Tensor) -> Tensor:

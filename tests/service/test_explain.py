@@ -22,8 +22,7 @@ def cam(live: Live, x: Array, layer: str, klass: int | None) -> Array:
     module, rows = copy_digits(live), torch.from_numpy(x)
     slopes = gradient(module, rows, layer, lambda out: out.amax(1) if klass is None else out[:, klass])
     weighted = slopes.mean((2, 3), keepdim=True) * forward(module, rows, layer)
-    found: Array = weighted.sum(1).relu().detach().numpy()
-    return found
+    return weighted.sum(1).relu().detach().numpy()
 
 
 def asked(x: Array, **body: Any) -> Json:
@@ -73,8 +72,7 @@ def propagate(steps: list[Tensor], normalized: bool) -> Array:
     for step in steps:
         mixed = step + torch.eye(17)
         whole = (mixed / mixed.sum(-1, keepdim=True) if normalized else mixed) @ whole
-    found: Array = whole[:, 0, 1:].reshape(-1, 4, 4).detach().numpy()
-    return found
+    return whole[:, 0, 1:].reshape(-1, 4, 4).detach().numpy()
 
 
 def test_through_all_layers(attentive: Live) -> None:

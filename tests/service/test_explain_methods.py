@@ -77,18 +77,15 @@ Compute = Callable[[nn.Module, Tensor], Tensor]
 def occlude(net: Any, x: Tensor, side: int, stride: int, **options: Any) -> Tensor:
     """Captum's drop of the score, mean over the windows that cover a pixel, of which the channels have one."""
     chosen = {"target": CLASS, "baselines": 0, **options}
-    found: Tensor = Occlusion(net).attribute(x, (3, side, side), (3, stride, stride), **chosen)[:, 0]
-    return found
+    return Occlusion(net).attribute(x, (3, side, side), (3, stride, stride), **chosen)[:, 0]
 
 
 def integrate(net: Any, x: Tensor, base: Any = None) -> Tensor:
-    found: Tensor = IntegratedGradients(net).attribute(x, base, target=CLASS, n_steps=40)
-    return found
+    return IntegratedGradients(net).attribute(x, base, target=CLASS, n_steps=40)
 
 
 def guide(net: Any, x: Tensor) -> Tensor:
-    found: Tensor = GuidedBackprop(net).attribute(x.requires_grad_(), target=CLASS)
-    return found
+    return GuidedBackprop(net).attribute(x.requires_grad_(), target=CLASS)
 
 
 def smooth(net: Any, x: Tensor) -> Tensor:

@@ -84,5 +84,4 @@ def test_a_mixture_of_models(serve: Serve, tmp_path: Path, monkeypatch: pytest.M
 
 def listed(live: Live) -> list[dict[str, Any]]:
     """What ``GET /models`` says."""
-    models: list[dict[str, Any]] = live.client.get("/models").json()["models"]
-    return models
+    return live.client.get("/models").json()["models"]

@@ -33,8 +33,7 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of pictures (N, 1, 28, 28)."""
-        scores: Tensor = self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
-        return scores
+        return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
 
 
 SHARED: Any = {"weights": "random:3", "device": "cpu", "inputs": (DIGIT,), "preprocess": "none"}

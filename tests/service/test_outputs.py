@@ -50,8 +50,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of pictures (N, 1, 4, 4)."""
-        scores: Tensor = self.last(self.score(x.flatten(1)))
-        return scores
+        return self.last(self.score(x.flatten(1)))
 
 
 HEADS = [
@@ -138,8 +137,7 @@ class Squeezed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | None:
         """Scores of rows (N, 10)."""
-        scores: Tensor = self.head(self.inner(x).relu().squeeze())
-        return scores
+        return self.head(self.inner(x).relu().squeeze())
 
 
 class Flat(Squeezed):

@@ -118,8 +118,7 @@ def scores(output: Any) -> Tensor:
     """Of a model's output what objectives look at."""
     for name in ("logits", "start_logits", "last_hidden_state"):
         if name in output:
-            found: Tensor = output[name]
-            return found
+            return output[name]
     raise AssertionError(list(output))
 
 

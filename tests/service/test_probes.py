@@ -44,8 +44,7 @@ def check_probe(probe: Json, result: np.ndarray[Any, Any]) -> None:
 def probe_of(live: Live, model: str, **query: str) -> Json:
     reply = live.client.get(f"/models/{model}/probe", params=query)
     assert reply.status_code == 200, reply.text
-    body: Json = reply.json()
-    return body
+    return reply.json()
 
 
 def test_the_picture_stays() -> None:

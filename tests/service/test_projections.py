@@ -35,8 +35,7 @@ TEXTS = [torch.randint(4, VOCABULARY, (size,)).tolist() for size in (3, 7, 5)]
 
 def sent(value: Tensor) -> Json:
     """A tensor as a request has it."""
-    found: Json = tensor(value.detach().numpy())["tensor"]
-    return found
+    return tensor(value.detach().numpy())["tensor"]
 
 
 def step(linear: nn.Linear, **more: Any) -> Json:
@@ -57,14 +56,12 @@ PROBE = made(64, 5, 3)
 
 def encode(x: Tensor) -> Tensor:
     """The autoencoder's features."""
-    found: Tensor = ENCODER(x - BEFORE).relu()
-    return found
+    return ENCODER(x - BEFORE).relu()
 
 
 def decode(x: Tensor) -> Tensor:
     """What the autoencoder makes of a value."""
-    found: Tensor = DECODER(encode(x))
-    return found
+    return DECODER(encode(x))
 
 
 @dataclass(frozen=True)
@@ -254,8 +251,7 @@ def test_fingerprints(nets: Nets) -> None:
 
     def digest(**body: Any) -> str:
         reply = nets.live.client.post("/extract", json={"inputs": [tensor(IMAGES[0])], **body})
-        fingerprint: str = reply.headers["x-layertap-fingerprint"]
-        return fingerprint
+        return reply.headers["x-layertap-fingerprint"]
 
     weight, other = {"weight": sent(PROBE.weight)}, made(64, 5, 4)
     projects = ["probe", weight, {**weight, "bias": sent(other.bias)}, step(other), {"name": "probe", "relu": True}]

@@ -27,8 +27,7 @@ ROWS = np.ones((1, 4), np.float32)
 def reload(live: Live) -> Json:
     reply = live.client.post("/models/reload")
     assert reply.status_code == 200, reply.text
-    body: Json = reply.json()
-    return body
+    return reply.json()
 
 
 def ask(client: httpx.Client, model: str | None) -> httpx.Response:

@@ -36,8 +36,7 @@ class Net(nn.Module):
         self.conv, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.change(self.conv(x).mean((2, 3))))
-        return scores
+        return self.head(self.change(self.conv(x).mean((2, 3))))
 
     def change(self, x: Tensor) -> Tensor:
         return x
@@ -109,8 +108,7 @@ def ask(live: Live, name: str, seed: int = 0, rows: int = 1, path: str = "/extra
 
 
 def describe(live: Live, name: str) -> Json:
-    described: Json = live.client.get(f"/models/{name}").json()
-    return described
+    return live.client.get(f"/models/{name}").json()
 
 
 @pytest.mark.parametrize("name", STATES)

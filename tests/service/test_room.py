@@ -35,8 +35,7 @@ def lazy(*names: str, **fields: Any) -> Configuration:
 
 
 def show(live: Live, name: str) -> Json:
-    body: Json = live.client.get(f"/models/{name}").json()
-    return body
+    return live.client.get(f"/models/{name}").json()
 
 
 def ready(live: Live) -> list[str]:

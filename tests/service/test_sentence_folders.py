@@ -39,8 +39,7 @@ class Folders:
 
     def encode(self, name: str, **options: object) -> Array:
         library = SentenceTransformer(str(self.folder / name), device="cpu", local_files_only=True)
-        found: Array = library.encode(SENTENCES, **options)  # type: ignore[call-overload]
-        return found
+        return library.encode(SENTENCES, **options)  # type: ignore[call-overload]
 
     def extract(self, name: str, **fields: object) -> Array:
         body = {"model": name, "inputs": [{"text": text} for text in SENTENCES], **fields}

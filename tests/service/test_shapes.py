@@ -230,8 +230,7 @@ def is_surveyed(live: Live, side: int) -> bool:
 
 def head_of(module: Any, values: Tensor) -> Array:
     """What the rest of the chain makes of what its convolution gave."""
-    found: Array = module.head((values.relu() - 0.3).relu().mean((2, 3))).detach().numpy()
-    return found
+    return module.head((values.relu() - 0.3).relu().mean((2, 3))).detach().numpy()
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -36,8 +36,7 @@ class Towers:
     def make_pixels(self, data: bytes) -> Tensor:
         """A picture by the library's own processor."""
         processor = transformers.AutoImageProcessor.from_pretrained(self.folder)
-        pixels: Tensor = processor(Image.open(BytesIO(data)), return_tensors="pt")["pixel_values"]
-        return pixels
+        return processor(Image.open(BytesIO(data)), return_tensors="pt")["pixel_values"]
 
     def of_picture(self, data: bytes) -> Array:
         """The library's embedding of a picture."""
@@ -54,8 +53,7 @@ class Towers:
 
 
 def _to_array(output: Any) -> Array:
-    found: Array = output.pooler_output.numpy()
-    return found
+    return output.pooler_output.numpy()
 
 
 def save_towers(name: str, folder: Path) -> Towers:
@@ -97,8 +95,7 @@ def embed(live: Live, values: list[str], **fields: Any) -> Array:
 
 
 def unit(rows: Array) -> Array:
-    found: Array = rows / np.linalg.norm(rows, axis=-1, keepdims=True)
-    return found
+    return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
 
 
 def close(found: Array, expected: Array) -> None:

@@ -55,8 +55,7 @@ def start(*words: str | Path, **environment: str) -> subprocess.Popen[bytes]:
 
 def read(path: Path) -> dict[str, list[Any]]:
     """The columns of a Parquet file."""
-    columns: dict[str, list[Any]] = pq.read_table(path).to_pydict()
-    return columns
+    return pq.read_table(path).to_pydict()
 
 
 @pytest.fixture(autouse=True)

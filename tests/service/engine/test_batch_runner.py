@@ -33,8 +33,7 @@ class Observed(nn.Module):
         self.seen.append((len(x), torch.get_num_threads()))
         if float(x.amax()) >= REFUSED:
             raise ValueError("a row is refused")
-        out: Tensor = self.linear(x)
-        return out
+        return self.linear(x)
 
 
 def test_threads_of_a_row_alone() -> None:

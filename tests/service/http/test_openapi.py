@@ -72,8 +72,7 @@ def live(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
 @pytest.fixture(scope="module")
 def document(live: Live) -> Json:
     """The document as served."""
-    body: Json = live.client.get("/openapi.json").json()
-    return body
+    return live.client.get("/openapi.json").json()
 
 
 def list_operations(document: Json) -> Iterator[tuple[str, str, Json]]:

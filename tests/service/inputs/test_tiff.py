@@ -30,8 +30,7 @@ def ask(live: Live, *files: bytes, **fields: Any) -> Json:
     """The reply to some files, but for what differs from request to request."""
     reply = live.client.post("/extract", json={"inputs": [image(data) for data in files], "layers": ["pool"], **fields})
     assert reply.status_code == 200, reply.text
-    found: Json = reply.json()
-    return found
+    return reply.json()
 
 
 def as_png(data: bytes) -> bytes:

@@ -67,8 +67,7 @@ class Patches(nn.Module):
         tokens = torch.cat([self.token.expand(len(x), -1, -1), patches], 1)
         normed = self.norm(tokens)
         mixed: Tensor = self.attention(normed, normed, normed, need_weights=False)[0]
-        scores: Tensor = self.head((tokens + mixed)[:, 0])
-        return scores
+        return self.head((tokens + mixed)[:, 0])
 
 
 class Windowed(nn.Module):
@@ -85,5 +84,4 @@ class Windowed(nn.Module):
         maps = self.patch(x)
         windows = maps.unflatten(3, (2, 2)).unflatten(2, (2, 2)).permute(0, 2, 4, 3, 5, 1).reshape(-1, 4, 8)
         tokens = self.windows(windows, windows, windows)[0].reshape(len(x), 16, 8)
-        scores: Tensor = self.head(self.whole(tokens, tokens, tokens)[0].mean(1))
-        return scores
+        return self.head(self.whole(tokens, tokens, tokens)[0].mean(1))

@@ -28,8 +28,7 @@ def read_number(opened: Opened, name: str) -> float:
 def find_cosines(place: Array, maps: Array) -> Array:
     """The cosine of a vector to each of a picture's places, (height, width)."""
     lengths = np.linalg.norm(maps, axis=0) * np.linalg.norm(place)
-    cosines: Array = np.einsum("c,chw->hw", place, maps) / lengths
-    return cosines
+    return np.einsum("c,chw->hw", place, maps) / lengths
 
 
 def get_heat(opened: Opened, side: int, shape: tuple[int, ...]) -> Any:

@@ -59,8 +59,7 @@ def metric(live: Live, name: str, **labels: str) -> float:
 
 
 def state(live: Live, model: str) -> str:
-    found: str = live.client.get(f"/models/{model}").json()["state"]
-    return found
+    return live.client.get(f"/models/{model}").json()["state"]
 
 
 def kill_host_of(live: Live, model: str) -> None:

@@ -107,8 +107,7 @@ def test_unknown(live: Live, path: str) -> None:
 
 
 def layers(live: Live, model: str = "digits", **query: Any) -> list[Json]:
-    found: list[Json] = live.client.get(f"/models/{model}/layers", params=query).json()["layers"]
-    return found
+    return live.client.get(f"/models/{model}/layers", params=query).json()["layers"]
 
 
 def test_layers(live: Live) -> None:
