@@ -19,6 +19,7 @@ from layertap.models.errors import AbsentError, LayertapError, LoadError, escape
 from layertap.models.grammar import (
     ADAPTER_CONFIG,
     ModelSource,
+    has_plugin,
     is_file,
     not_installed_error,
     parse_device,
@@ -94,7 +95,7 @@ def _check(
                 raise AbsentError(f"there is no {ADAPTER_CONFIG} in {spec.adapter}")
     with note("devices" if spec.devices else "device"):
         devices = parse_devices(spec.devices) if spec.devices else (parse_device(spec.device),)
-        if (not devices or devices[0][0] == "cuda") and not _may_have_gpu():
+        if not _may_have(devices[0][0] if devices else "all"):
             raise AbsentError("there is no GPU on this machine", hint="use device: auto or cpu")
     if spec.labels is not None:
         with note("labels"):
@@ -176,19 +177,18 @@ def _check_weights(text: str) -> None:
         raise AbsentError(f"there is no file {path}")
 
 
-def _may_have_gpu() -> bool:
-    """False only if torch certainly finds no GPU: it is built without support, or there is no driver."""
+def _may_have(kind: str) -> bool:
+    """False only if torch certainly finds no such device: it is built without support, or there is no driver."""
     torch_spec = find_spec("torch")
-    if torch_spec is None or torch_spec.origin is None:
+    if kind in ("auto", "cpu") or torch_spec is None or torch_spec.origin is None or has_plugin():
         return True
     built = (Path(torch_spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    without = {name for name in ("cuda", "hip") if re.search(rf"^{name}\b.*= None$", built, re.MULTILINE)}
-    if "hip" not in without or sys.platform != "linux":
-        return True
-    if "cuda" in without:
-        return False
-    try:
-        ctypes.CDLL(DRIVER)  # as torch itself looks for it
-    except OSError:
-        return False
-    return True
+    has = {name for name in ("cuda", "hip", "xpu") if not re.search(rf"^{name}\b.*= None$", built, re.MULTILINE)}
+    if "cuda" in has and sys.platform == "linux":
+        try:
+            ctypes.CDLL(DRIVER)  # as torch itself looks for it
+        except OSError:
+            has.remove("cuda")
+    has |= {"cuda"} if "hip" in has else set()  # the name of its devices
+    has |= {"mps"} if sys.platform == "darwin" else set()
+    return bool(has) if kind == "all" else kind in has

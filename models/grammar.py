@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -16,6 +17,7 @@ CHECKPOINT_HINT = (
     "an index of shards, a folder with a slash at its end, or random:SEED"
 )
 ADAPTER_CONFIG = "adapter_config.json"
+ACCELERATORS = ("cuda", "xpu", "mps")  # that torch itself has; plugins add others
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,20 @@ def is_checkpoint(text: str) -> bool:
 def parse_device(name: str) -> tuple[str, int]:
     """The kind of device, which may be ``auto``, and its number; LoadError if the name is invalid."""
     kind, _, index = name.partition(":")
-    if kind not in ("auto", "cpu", "cuda") or (index and (kind == "auto" or not index.isdecimal())):
-        raise LoadError(f"{escape(name)} is no device", hint="use auto, cpu, cuda or cuda:1")
+    known = kind in ("auto", "cpu", *ACCELERATORS) or (kind.isidentifier() and has_plugin())
+    if not known or (index and (kind == "auto" or not index.isdecimal())):
+        hint = "use auto, cpu, cuda, cuda:1, xpu or mps, or install torch's plugin for this kind"
+        raise LoadError(f"{escape(name)} is no device", hint=hint)
     return kind, int(index or 0)
 
 
+def has_plugin() -> bool:
+    """Whether a plugin is installed that adds a kind of device to torch, whose name only the plugin knows."""
+    return bool(entry_points(group="torch.backends"))
+
+
 def parse_devices(names: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """The kinds and numbers of several devices; empty for ``all``, every GPU. LoadError if the list is invalid."""
+    """The kinds and numbers of several devices; empty for ``all``. LoadError if the list is invalid."""
     if tuple(names) == ("all",):
         return ()
     devices = tuple(parse_device(name) for name in names)

@@ -94,7 +94,7 @@ def load_model(
         module = _place_module(built.module, spec, device)
         with label_failures("forward"):
             takes_by_position(module, tuple(dict.fromkeys(each.name.partition(".")[0] for each in built.inputs)))
-    if device.type == "cuda" and spec.dtype == "float32":
+    if not devices.find_lack(device, "tf32") and spec.dtype == "float32":
         devices.allow_tf32(spec.tf32)
     replica, run = Replica(module), run_survey or call
     inputs = ModelInputs(
@@ -147,7 +147,7 @@ def load_model(
         memory_bytes=memory.count_module_bytes(module),
         model_embedding=_find_embedding(model, *known),
         labels=choose_labels(spec.labels, built.labels, count_classes(model.catalog)),
-        replicas=_create_replicas(model, replicas if device.type == "cpu" else streams),
+        replicas=_create_replicas(model, streams if devices.is_accelerator(device) else replicas),
     )
 
 

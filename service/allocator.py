@@ -1,4 +1,4 @@
-"""What a serving process asks of the allocators: the C library's, and torch's of GPUs."""
+"""What a serving process asks of the allocators: the C library's, and torch's of accelerators."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")  # where the kernel has
 
 def release_memory() -> None:
     """Release cached memory to the system, for other processes or other uses in this one."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()  # what else looks at a GPU, as "device: auto" does, takes that for memory in use
+    if torch.accelerator.current_accelerator() is not None:  # which this does not initialise
+        torch.accelerator.empty_cache()  # what else looks at it, as "device: auto" does, takes that for memory in use
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

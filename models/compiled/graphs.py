@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.catalog.row_tensor import RowTensor
-from layertap.models.devices import devices, transfer
-from layertap.models.devices.devices import describe_processor
+from layertap.models.devices import devices
+from layertap.models.devices.devices import describe_processor, is_accelerator
 from layertap.models.hooks.attach import Modules, attach_tensors
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.plan.plan import Capture
@@ -174,7 +174,7 @@ def open_graph(path: Path, runners: int, device: torch.device, single: bool = Fa
     load_runner(path.parent)
     load: Callable[[str, int, int, bool], Graph] = torch.classes.layertap.Graph
     try:
-        if device.type == "cuda":  # kernels are read on first use, from a copy of the files that torch keeps
+        if is_accelerator(device):  # kernels are read on first use, from a copy of the files that torch keeps
             return load(str(path), runners, -1 if device.index is None else device.index, single)
         # Loaded files can be deleted at once, so that a killed process leaves none behind.
         with tempfile.TemporaryDirectory() as folder, ZipFile(path) as archive:
@@ -249,7 +249,7 @@ def capture_cuda_graphs(
     cuda_graphs: dict[Replica, dict[int, CudaGraph]] = {}
     with devices.use_device(model.device), torch.no_grad():
         for replica in model.replicas:
-            pool, stream = torch.cuda.graph_pool_handle(), transfer.create_stream(model.device)
+            pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
             cuda_graphs[replica] = {}
             for rows in sorted(set(sizes), reverse=True):  # the largest first: the others reuse its memory pool
                 batch = make_noise(model.inputs, model.device, model.dtype, rows)

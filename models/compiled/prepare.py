@@ -110,6 +110,8 @@ def make_warm_plan(model: ModelInfo, warm: WarmSpec) -> Plan:
 def list_captures(model: ModelInfo, plan: Plan) -> tuple[Capture, ...]:
     """A plan's captures in order; WarmError if a graph can't return them."""
     traits = model.catalog.traits
+    if devices.is_accelerator(model.device) and (lack := devices.find_lack(model.device, "compile")):
+        raise WarmError(lack)
     if traits.state or not traits.deterministic:  # a graph's state changes would not be undone
         raise WarmError("its forwards change the model, or are not deterministic")
     if model.identity.startswith(UNPROVEN):
@@ -159,8 +161,8 @@ def _add_cuda_graphs(
     model: LoadedModel, plan: Plan, graphs: PlanGraphs, sizes: Sequence[int], paths: Paths
 ) -> PlanGraphs:
     """The graphs with CUDA graphs for each replica; raises what a capture raises, WarmError if results differ."""
-    if model.device.type != "cuda":
-        raise WarmError("there is no GPU")
+    if lack := devices.find_lack(model.device, "cuda_graphs"):
+        raise WarmError(lack)
     # Separate runners: the others query events for earlier runs, which is not allowed while a stream captures.
     # They hold a second copy of the weights.
     runners = {

@@ -23,6 +23,14 @@ FLOATS = ("float32", "float16", "bfloat16", "float64")
 DTYPES = {name: TORCH_DTYPES[name] for name in (*FLOATS, "int8", "int16", "int32", "int64", "uint8", "bool")}
 # By precision, relative to a tensor's largest number: the most that kernels, batch sizes and padding change a value.
 TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
+# What only CUDA devices do here, by the setting that asks for it: what it needs besides.
+CUDA_ONLY = {
+    "tf32": "compute capability 8.0",
+    "decode: device": "torchvision with nvJPEG",
+    "cuda_graphs": "a graph that is compiled for the device",
+    "compile": "Triton and a C++ compiler",
+}
+UNKNOWN_BYTES = 2**62  # free memory of a device that does not report it: only settings limit its forwards
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -30,45 +38,74 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device has memory and streams of its own; all code that an accelerator needs asks this."""
+    return device.type != "cpu"
+
+
+def find_lack(device: torch.device, setting: str) -> str:
+    """Why a device does not do what a setting of ``CUDA_ONLY`` asks for; empty if it may."""
+    if device.type == "cuda":
+        return ""
+    return f"{setting} needs CUDA, and {CUDA_ONLY[setting]}" if is_accelerator(device) else "there is no GPU"
+
+
+def list_accelerators() -> list[torch.device]:
+    """The accelerators of this machine: GPUs, or another kind that torch or a plugin of it knows; all of one kind."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())] if kind else []
+
+
 @label_failures("device")
 def resolve_device(name: str) -> torch.device:
     """The device that a configuration names; LoadError if it does not exist.
 
-    ``auto`` is the GPU with the most free memory, or the CPU if there is no GPU.
+    ``auto`` is the accelerator with the most free memory, or the CPU if there is none.
     """
     if name == "auto":
         return _choose_device()
     kind, index = parse_device(name)
     if kind == "cpu":
         return torch.device("cpu")
-    if index >= torch.cuda.device_count():
-        raise LoadError(f"there is no device {escape(name)} on this machine", hint="use auto or cpu")
-    return torch.device("cuda", index)
+    found = {(each.type, each.index): each for each in list_accelerators()}
+    if (kind, index) not in found:
+        names = ", ".join(str(each) for each in found.values())
+        hint = f"use auto, cpu or {names}" if names else "use auto or cpu"
+        raise LoadError(f"there is no device {escape(name)} on this machine", hint=hint)
+    return found[kind, index]
 
 
 @label_failures("device")
 def list_devices(names: Sequence[str]) -> tuple[str, ...]:
-    """The full names of several devices, ``cuda:0``; ``all`` is every GPU. LoadError if one does not exist."""
-    devices = parse_devices(names) or tuple(("cuda", index) for index in range(torch.cuda.device_count()))
-    if not devices:
+    """The full names of several devices, ``cuda:0``; ``all`` is every accelerator. LoadError if one does not exist."""
+    listed = tuple(f"{kind}:{index}" for kind, index in parse_devices(names)) or tuple(map(str, list_accelerators()))
+    if not listed:
         raise LoadError("there is no GPU on this machine", hint="use device: auto or cpu")
-    listed = tuple(f"{kind}:{index}" for kind, index in devices)
     for name in listed:
         resolve_device(name)
     return listed
 
 
 def _choose_device() -> torch.device:
-    """The GPU with the most free memory, or the CPU."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count > 1:  # querying a GPU takes some of its memory
-        return torch.device("cuda", max(range(count), key=lambda index: torch.cuda.mem_get_info(index)[0]))
-    return torch.device("cuda", 0) if count else torch.device("cpu")
+    found = list_accelerators()
+    if len(found) > 1:  # querying a device takes some of its memory
+        return max(found, key=measure_free_bytes)
+    return found[0] if found else torch.device("cpu")
+
+
+def measure_free_bytes(accelerator: torch.device) -> int:
+    """Bytes that are free on an accelerator now; ``UNKNOWN_BYTES`` if it does not report them."""
+    try:
+        return torch.accelerator.get_memory_info(accelerator)[0]
+    except torch.AcceleratorError:
+        raise
+    except RuntimeError:  # its allocator has no such figure
+        return UNKNOWN_BYTES
 
 
 def use_device(device: torch.device) -> AbstractContextManager[object]:
     """Make a device this thread's current one until the block ends: compiled graphs use its current stream."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.accelerator.device_index(device.index) if is_accelerator(device) else nullcontext()
 
 
 def allow_tf32(allowed: bool) -> None:

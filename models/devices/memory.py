@@ -12,13 +12,15 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from layertap.models.devices.devices import is_accelerator, measure_free_bytes
 from layertap.models.devices.dispatch_mode import DispatchMode
 
 Inputs = Mapping[str, Tensor]  # a batch, by the names of a model's inputs
 Forward = Callable[[Inputs], object]
 OUT_OF_MEMORY_MESSAGES = (
     *("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
-    "CUDA error: out of memory",  # from the driver, if torch's allocator was not involved
+    *("OUT_OF_DEVICE_MEMORY", "OUT_OF_HOST_MEMORY"),  # of Intel's driver
+    "out of memory",  # from another driver, or from an allocator that raises no class of its own
 )
 CGROUPS: Mapping[str, Path] = {"": Path("/sys/fs/cgroup"), "memory": Path("/sys/fs/cgroup/memory")}  # versions 2, 1
 CGROUP_FILES = (
@@ -43,19 +45,16 @@ def is_device_error(error: BaseException) -> bool:
     return is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
 
 
-def measure_peak_bytes(forward: Forward, rows: Inputs, module: nn.Module, device: torch.device) -> int:
-    """The peak memory of a forward's inputs and activations, without weights."""
+def measure_peak_bytes(forward: Forward, rows: Inputs, module: nn.Module) -> int:
+    """The peak memory of a forward's inputs and activations, without weights or what kernels take for a while.
+
+    Tensors are counted, not the device's memory: other threads may use that at the same time.
+    """
     batch = {name: value.clone() for name, value in rows.items()}
-    input_bytes = sum(value.nbytes for value in batch.values())
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        forward(batch)
-        return max(torch.cuda.max_memory_allocated(device) - before, 0) + input_bytes
     watch = _PeakMemory([*module.parameters(), *module.buffers(), *batch.values()])
     with watch:
         forward(batch)
-    return watch.peak + input_bytes
+    return watch.peak + sum(value.nbytes for value in batch.values())
 
 
 class _PeakMemory(DispatchMode):
@@ -124,9 +123,9 @@ def measure_private_bytes(pid: int | Literal["self"] = "self") -> int:
 
 
 def measure_available_bytes(device: torch.device) -> int:
-    """Bytes that are free now: on a GPU, or on this machine within the limit of this process's cgroup."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    """Bytes that are free now: on an accelerator, or on this machine within the limit of this process's cgroup."""
+    if is_accelerator(device):
+        return measure_free_bytes(device)
     machine = _find_number(Path("/proc/meminfo"), "MemAvailable:", -1) * 1024
     return min(filter(lambda free: free >= 0, (machine, *_read_cgroup())), default=2**32)
 

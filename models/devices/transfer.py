@@ -1,6 +1,6 @@
-"""Tensors as plain memory, copied to a device and from it; on a GPU in the current stream of the calling thread.
+"""Tensors as plain memory, copied to a device and from it; on accelerators in the calling thread's current stream.
 
-Code that only a GPU needs is in this module: other devices have nothing to wait for or to release. Copies from and to
+Code that only accelerators need is in this module: the CPU has nothing to wait for or to release. Copies from and to
 pinned memory run while threads go on. torch caches pinned memory and reuses it once no copy uses it, but never returns
 it to the system. Therefore each piece is limited to ``MAX_PINNED_BYTES``; how many pieces there are at a time depends
 on how many requests have results that wait to be sent.
@@ -14,37 +14,39 @@ from math import prod
 import torch
 from torch import Tensor
 
+from layertap.models.devices.devices import is_accelerator
+
 ALIGNMENT = 16  # bytes; enough for every dtype
 MAX_PINNED_BYTES = 2**26  # of one batch, or of one batch's results; larger ones use pageable memory
 
 
-def create_stream(device: torch.device) -> torch.cuda.Stream:
+def create_stream(device: torch.device) -> torch.Stream:
     """A new stream, which does not wait for other streams."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.Stream(device)
 
 
 def use_own_stream(device: torch.device) -> None:
-    """Give this thread its own stream on a GPU, so that it does not wait for other threads' work."""
-    if device.type == "cuda":
-        torch.cuda.set_stream(create_stream(device))
+    """Give this thread its own stream on an accelerator, so that it does not wait for other threads' work."""
+    if is_accelerator(device):
+        torch.accelerator.set_stream(create_stream(device))
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the work of all threads on a device is done; raises the device's errors."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
 
 
 def synchronize_stream(device: torch.device) -> None:
     """Wait until this thread's work on a device is done; raises the device's errors."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    if is_accelerator(device):
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def release_memory(device: torch.device) -> None:
     """Release torch's cached memory of a device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if is_accelerator(device):
+        torch.accelerator.empty_cache()
 
 
 def to_device(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -52,11 +54,11 @@ def to_device(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device)
 
     Rows may be on the device already, if the thread that made them has synchronised.
     """
-    if device.type != "cuda":
+    if not is_accelerator(device):
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         # Contiguous: kernels round differently in other memory formats, and one row would set the batch's format.
         return whole.to(device, dtype, copy=len(parts) == 1, memory_format=torch.contiguous_format)
-    if any(part.device.type == "cuda" for part in parts):
+    if any(is_accelerator(part.device) for part in parts):
         return torch.cat([_move_part(part, dtype, device) for part in parts]).contiguous()
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
     batch = torch.empty(shape, dtype=dtype, pin_memory=prod(shape) * dtype.itemsize <= MAX_PINNED_BYTES)
@@ -68,15 +70,15 @@ def to_device(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device)
 
 
 def _move_part(part: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if part.device.type != "cuda":
+    if not is_accelerator(part.device):
         return to_device([part], dtype, device)
-    part.record_stream(torch.cuda.current_stream(device))  # else its own thread could reuse the memory too early
+    part.record_stream(torch.accelerator.current_stream(device))  # else its own thread could reuse the memory too early
     return part.to(device, dtype)
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate rows; if any is on a GPU the result is too, and complete when this returns."""
-    device = next((part.device for part in parts if part.device.type == "cuda"), None)
+    """Concatenate rows; if any is on an accelerator the result is too, and complete when this returns."""
+    device = next((part.device for part in parts if is_accelerator(part.device)), None)
     if device is None:
         return torch.cat(list(parts))
     joined = torch.cat([part.to(device) for part in parts])
@@ -85,7 +87,7 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def to_host(data: Tensor) -> Tensor:
-    """Copy a tensor from a GPU to the host; complete when this returns."""
+    """Copy a tensor from an accelerator to the host; complete when this returns."""
     host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.nbytes <= MAX_PINNED_BYTES)
     host.copy_(data, non_blocking=True)
     synchronize_stream(data.device)
@@ -94,7 +96,7 @@ def to_host(data: Tensor) -> Tensor:
 
 def copy_packed(tensors: list[Tensor]) -> list[Tensor]:
     """Copy tensors of one device to the host in a single copy; tensors on the host are returned as they are."""
-    if not tensors or tensors[0].device.type == "cpu":
+    if not tensors or not is_accelerator(tensors[0].device):
         return tensors
     return unpack(to_host(pack(tensors)), tensors)
 

@@ -90,9 +90,11 @@ def construct_alone(seed: int | None) -> Iterator[None]:
     Both are global: a forward in another thread that draws random numbers meanwhile draws from the same
     generator.
     """
-    # Do not initialise CUDA.
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with _CONSTRUCTION, block_construction(), torch.random.fork_rng(devices):
+    kind = torch.accelerator.current_accelerator() or torch.device("cuda")
+    module = torch.get_device_module(kind)
+    # An accelerator that is not in use yet stays so: after its initialisation no fork could use it.
+    devices = range(module.device_count() if getattr(module, "is_initialized", module.is_available)() else 0)
+    with _CONSTRUCTION, block_construction(), torch.random.fork_rng(devices, device_type=kind.type):
         if seed is not None:
             torch.manual_seed(seed)
         try:

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from layertap.models.devices import transfer
+from layertap.models.devices.devices import find_lack, is_accelerator
 from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing, preprocess, preprocess_pixels
 from layertap.models.spec import FOR_TENSORS, ModelSpec, PreprocessSpec
 
@@ -28,15 +29,15 @@ Picture = tuple[bytes, tuple[int, int], Row]  # a JPEG, its width and height, an
 
 
 class DeviceDecoder:
-    """The decoder of a model on a GPU. Any thread may call it; the one that holds the lock decodes for all others.
+    """The decoder of a model on an accelerator. Any thread may call it; one that holds the lock decodes for all others.
 
-    On a CPU it uses torchvision's CPU decoder, so that everything but the GPU itself can be tested there.
+    Only on CUDA devices does nvJPEG decode. Elsewhere torchvision's CPU decoder does, so that all else can be tested.
     """
 
     def __init__(self, device: torch.device, spec: PreprocessSpec) -> None:
         self._device = device
         self._spec = spec
-        self._stream = transfer.create_stream(device) if device.type == "cuda" else None
+        self._stream = transfer.create_stream(device) if is_accelerator(device) else None
         self._waiting: deque[Picture] = deque()
         self._queue, self._turn = Lock(), Lock()
 
@@ -82,14 +83,13 @@ class DeviceDecoder:
                 self._decode_group([each])
 
     def _decode_rows(self, group: Sequence[Picture]) -> list[Tensor]:
-        """The rows of pictures, complete when this returns; on a GPU the decoder uses its own stream."""
-        stream = torch.cuda.stream(self._stream) if self._stream else nullcontext()
-        with torch.no_grad(), stream:
+        """The rows of pictures, complete when this returns; on an accelerator the decoder uses its own stream."""
+        with torch.no_grad(), self._stream or nullcontext():
             decoded = _decode_jpegs([data for data, _, _ in group], self._device)
             for (_, (width, height), _), pixels in zip(group, decoded, strict=True):
                 if tuple(pixels.shape) != (3, height, width):
                     raise ValueError("a picture has another size than its header says")
-            rows = [preprocess_pixels(pixels, self._spec) for pixels in decoded]
+            rows = [preprocess_pixels(pixels.to(self._device), self._spec) for pixels in decoded]
             if self._stream:
                 transfer.synchronize_stream(self._device)
         return rows
@@ -101,8 +101,8 @@ def create_device_decoder(
     """The decoder for a model's device; None if the CPU decodes; the reason is logged if a decoder was asked for."""
     if spec.decode != "device" or preprocessing is None:
         return None
-    if device.type != "cuda":
-        reason = "there is no GPU"
+    if reason := find_lack(device, "decode: device"):
+        pass
     elif isinstance(preprocessing, LibraryProcessor):
         reason = f"{preprocessing.name} makes the rows"
     elif not preprocessing.placeable:

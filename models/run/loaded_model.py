@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.devices import memory, transfer
-from layertap.models.devices.devices import DTYPES, use_threads
+from layertap.models.devices.devices import DTYPES, is_accelerator, use_threads
 from layertap.models.devices.memory import Inputs
 from layertap.models.errors import InputError, LayertapError, LoadError, describe_error, out_of_memory_error
 from layertap.models.hooks.tensor_tree import iterate_tensors
@@ -160,7 +160,7 @@ class LoadedModel(ModelInfo):
         for name, first in pieces[0].items():
             parts = [piece[name] for piece in pieces]
             if isinstance(how, PreprocessSpec):
-                if self.device.type == "cpu" and all(part.dtype == torch.uint8 for part in parts):
+                if not is_accelerator(self.device) and all(part.dtype == torch.uint8 for part in parts):
                     batch[name] = normalize_batch(parts, how, padding).to(floating)
                     continue
                 parts = [normalize(part, how) if part.dtype == torch.uint8 else part for part in parts]

@@ -17,7 +17,7 @@ from layertap.models.catalog.catalog import Catalog, Costs
 from layertap.models.catalog.survey import name_input_errors, resize_catalog, survey
 from layertap.models.catalog.trials import is_same_again, run_alone, try_padding
 from layertap.models.devices import memory, transfer
-from layertap.models.devices.devices import TOLERANCE, use_threads
+from layertap.models.devices.devices import TOLERANCE, is_accelerator, use_threads
 from layertap.models.devices.memory import Forward, Inputs
 from layertap.models.errors import SelectorError, out_of_memory_error
 from layertap.models.inputs.model_inputs import ModelInputs
@@ -50,7 +50,7 @@ def survey_configured(
     with run_noise(replica, threads):
         catalog = _survey_configured(replica, inputs, device, prefix_tokens, tolerance)
         row = make_noise_row(inputs.specs, device, inputs.dtype)
-        row_bytes, crosses_rows = _measure_row_bytes(replica, row, device), catalog.crosses_rows
+        row_bytes, crosses_rows = _measure_row_bytes(replica, row), catalog.crosses_rows
         costs = measure_costs(replica, row, device, row_bytes, crosses_rows=crosses_rows, max_threads=threads)
     # The minimum, since noise only adds; and a survey of a quick model uses a single thread.
     seconds = min(catalog.seconds, costs.estimate_seconds(1) / costs.speedup)
@@ -120,7 +120,7 @@ def measure_costs(
         kinds = {"one": (row, 1)}
         if not crosses_rows and one * BATCH_ROWS <= MAX_FORWARD_S:
             kinds["several"] = ({name: value.expand(BATCH_ROWS, *value.shape[1:]) for name, value in row.items()}, 1)
-        if device.type == "cpu" and max_threads > 1 and busy >= MIN_THREADED_S:
+        if not is_accelerator(device) and max_threads > 1 and busy >= MIN_THREADED_S:
             kinds["all_cores"] = (row, max_threads)
         rounds = _measure_rounds(forward, kinds, device)
     one = min(rounds["one"])
@@ -190,8 +190,7 @@ def survey_shape(model: LoadedModel, shapes: Shapes, *, functions: bool = False)
             if catalog is None:
                 catalog = _survey(model, specs)
                 # Memory is measured; time is scaled from that of the configured shape.
-                row = make_noise_row(specs, model.device, model.dtype)
-                row_bytes = _measure_row_bytes(model.replica, row, model.device)
+                row_bytes = _measure_row_bytes(model.replica, make_noise_row(specs, model.device, model.dtype))
                 per_row = model.catalog.costs.per_row * catalog.seconds / model.catalog.seconds
                 costs = replace(model.catalog.costs, per_row=per_row, row_bytes=row_bytes)
                 catalog = replace(catalog, costs=costs, tower=model.model_inputs.for_shapes(shapes).tower)
@@ -254,9 +253,7 @@ def _resize(model: LoadedModel, specs: Sequence[InputSpec]) -> Catalog | None:
     threads = model.threads if costs.speedup > 1 else 1  # as many as a request's forward uses
     with torch.no_grad(), use_threads(threads), name_input_errors(specs):
         row = make_noise(specs, model.device, model.dtype, rows=1)
-        row_bytes, seconds = time_call(
-            lambda: memory.measure_peak_bytes(watch, row, model.module, model.device), model.device
-        )
+        row_bytes, seconds = time_call(lambda: memory.measure_peak_bytes(watch, row, model.module), model.device)
         if seconds < QUICK_S:  # what watches it takes a part of that
             _, seconds = time_call(lambda: model.replica(copy_rows(row)), model.device)
     catalog = resize_catalog(model.catalog, model.module, recorder, model.prefix_tokens)
@@ -267,6 +264,6 @@ def _resize(model: LoadedModel, specs: Sequence[InputSpec]) -> Catalog | None:
     return replace(catalog, seconds=seconds, costs=replace(costs, per_row=per_row, row_bytes=row_bytes))
 
 
-def _measure_row_bytes(replica: Replica, row: Inputs, device: torch.device) -> int:
+def _measure_row_bytes(replica: Replica, row: Inputs) -> int:
     with torch.no_grad(), use_threads(1):
-        return memory.measure_peak_bytes(replica, row, replica.module, device)
+        return memory.measure_peak_bytes(replica, row, replica.module)

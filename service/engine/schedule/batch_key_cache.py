@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from layertap.models.catalog.catalog import Catalog, Costs
 from layertap.models.devices import memory
-from layertap.models.devices.devices import resolve_device
+from layertap.models.devices.devices import is_accelerator, resolve_device
 from layertap.models.lru_cache import LRUCache
 from layertap.models.points import Point
 from layertap.models.run.compiled_plan import CompiledPlan
@@ -16,7 +16,7 @@ from layertap.service.engine.batch_key import BatchKey
 from layertap.service.settings import Settings
 
 MAX_KEYS = 8 * MAX_CATALOGS  # without and with graphs, from the input or from a layer, compiled
-MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}  # of the memory that is free at loading: the share for forwards
+MEMORY_SHARES = 0.25, 0.8  # of the memory of the host and of an accelerator that is free at loading: for forwards
 
 
 class BatchKeyCache:
@@ -76,6 +76,6 @@ def _measure_max_bytes(devices: Sequence[str], replicas: int, settings: Settings
     if settings.batch_memory_bytes is not None:
         return settings.batch_memory_bytes
     known = [resolve_device(name) for name in devices]
-    free = [memory.measure_available_bytes(device) * MEMORY_SHARE[device.type] for device in known]
-    on_host = sum(device.type == "cpu" for device in known)  # these share the memory of the host
+    free = [memory.measure_available_bytes(device) * MEMORY_SHARES[is_accelerator(device)] for device in known]
+    on_host = sum(not is_accelerator(device) for device in known)  # these share the memory of the host
     return int(min(free) / replicas / max(on_host, 1))

@@ -30,7 +30,7 @@ Rows = Mapping[str, Tensor]
 def peak(module: nn.Module, rows: Rows) -> int:
     """Bytes of a forward, in the mode in which forwards run."""
     with torch.no_grad():
-        return memory.measure_peak_bytes(lambda given: module(*given.values()), rows, module, CPU)
+        return memory.measure_peak_bytes(lambda given: module(*given.values()), rows, module)
 
 
 def ones(*shape: int) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ def test_as_it_was(load_fresh_net: Loader, name: str) -> None:
     versions = [parameter._version for parameter in model.module.parameters()]
     forward = partial(call_module, module=model.module)
     with torch.no_grad():
-        found = memory.measure_peak_bytes(forward, rows, model.module, CPU)
+        found = memory.measure_peak_bytes(forward, rows, model.module)
     measure_costs(forward, rows, CPU, found, crosses_rows=model.catalog.crosses_rows, max_threads=2)
     assert found == model.catalog.costs.row_bytes >= sum(value.nbytes for value in rows.values())
     assert all(rows[key].equal(value) for key, value in before.items())

@@ -124,7 +124,7 @@ def test_a_module_that_runs_three_times(load_net: Loader) -> None:
 
 
 def test_one_thread_for_each_module_and_an_extractor_for_each_forward(load_net: Loader) -> None:
-    """Requests that share a model run in its one thread, each with an extractor of its own: each gets what it wanted."""
+    """Requests that share a model run in its one thread, each with its own extractor: each gets what it wanted."""
     model = load_net("resnet")
     inputs = [rows(model, 2, seed) for seed in range(6)]
     wanted = [("conv1", "bn1"), ("bn1:input", "layer1"), ("fc", "conv1")] * 2

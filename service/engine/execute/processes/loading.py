@@ -11,7 +11,7 @@ import torch
 
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices import memory
-from layertap.models.devices.devices import list_devices, resolve_device
+from layertap.models.devices.devices import is_accelerator, list_devices, resolve_device
 from layertap.models.loading import load_model
 from layertap.models.run.loaded_model import LoadedModel, join_devices
 from layertap.models.run.model_info import ModelInfo
@@ -40,7 +40,7 @@ def load(
     run with hooks; ``compiles``: graphs of warm plans are compiled if they are missing, in this process.
     """
     plans = settings.cache_dir / "plans" if warm else None
-    if settings.workers and not spec.devices and resolve_device(spec.device).type == "cpu":
+    if settings.workers and not spec.devices and not is_accelerator(resolve_device(spec.device)):
         return load_in_host(spec, settings, plans, partial(metrics.count, "worker_restarts_total"))
     replicas = 1 if spec.devices else settings.replicas  # a CPU that stands in for a GPU runs one, too
 
