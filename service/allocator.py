@@ -7,8 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
+from layertap.models.devices import transfer
 from layertap.models.devices.devices import count_cores
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, ARENA_MAX = -1, -2, -3, -8  # parameters of glibc's mallopt(3)
@@ -26,8 +25,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")  # where the kernel has
 
 def release_memory() -> None:
     """Release cached memory to the system, for other processes or other uses in this one."""
-    if torch.accelerator.current_accelerator() is not None:  # which this does not initialise
-        torch.accelerator.empty_cache()  # what else looks at it, as "device: auto" does, takes that for memory in use
+    transfer.release_memory()  # what else looks at a device, as "device: auto" does, takes that for memory in use
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

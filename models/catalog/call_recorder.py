@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from layertap.models.catalog.axes import ATTENTION, Axes
 from layertap.models.catalog.axis_tracker import AxisTracker
 from layertap.models.catalog.catalog import CallBoundary, TensorInfo
-from layertap.models.devices.devices import dtype_name
+from layertap.models.devices.devices import dtype_name, is_accelerator
 from layertap.models.devices.memory import Forward, Inputs
 from layertap.models.devices.transfer import to_plain, view_bytes
 from layertap.models.hooks import attention
@@ -63,7 +63,9 @@ class Sketch:
         values = real.flatten()[:: 1 + real.numel() // MAX_NUMBERS].to(torch.float32)
         is_number = values.abs() < MASK_VALUE
         values = torch.where(is_number, values, 0.0)
-        weights = _make_weights(values.device)[: values.numel()]
+        # Only those of the host are kept: memory of a device is for models.
+        make = _make_weights.__wrapped__ if is_accelerator(values.device) else _make_weights
+        weights = make(values.device)[: values.numel()]
         parts = functional.pad(values * weights, (0, -values.numel() % BINS)).view(-1, BINS).sum(0)
         norm = float(values.norm(dtype=torch.float64))
         masked = values.numel() - int(is_number.sum())

@@ -62,17 +62,17 @@ def resolve_device(name: str) -> torch.device:
 
     ``auto`` is the accelerator with the most free memory, or the CPU if there is none.
     """
-    if name == "auto":
-        return _choose_device()
     kind, index = parse_device(name)
-    if kind == "cpu":
+    found = {str(device): device for device in list_accelerators()} if kind != "cpu" else {}
+    if kind == "auto" and len(found) > 1:
+        return max(found.values(), key=measure_free_bytes)  # a device that is asked takes some of its memory
+    if kind == "cpu" or (kind == "auto" and not found):
         return torch.device("cpu")
-    found = {(each.type, each.index): each for each in list_accelerators()}
-    if (kind, index) not in found:
-        names = ", ".join(str(each) for each in found.values())
-        hint = f"use auto, cpu or {names}" if names else "use auto or cpu"
-        raise LoadError(f"there is no device {escape(name)} on this machine", hint=hint)
-    return found[kind, index]
+    full_name = f"{kind}:{index}" if kind != "auto" else next(iter(found))
+    if full_name not in found:
+        known = ", ".join(("auto", "cpu", *found))
+        raise LoadError(f"there is no device {escape(name)} on this machine", hint=f"use one of {known}")
+    return found[full_name]
 
 
 @label_failures("device")
@@ -86,20 +86,11 @@ def list_devices(names: Sequence[str]) -> tuple[str, ...]:
     return listed
 
 
-def _choose_device() -> torch.device:
-    found = list_accelerators()
-    if len(found) > 1:  # querying a device takes some of its memory
-        return max(found, key=measure_free_bytes)
-    return found[0] if found else torch.device("cpu")
-
-
 def measure_free_bytes(accelerator: torch.device) -> int:
     """Bytes that are free on an accelerator now; ``UNKNOWN_BYTES`` if it does not report them."""
     try:
         return torch.accelerator.get_memory_info(accelerator)[0]
-    except torch.AcceleratorError:
-        raise
-    except RuntimeError:  # its allocator has no such figure
+    except NotImplementedError:  # its allocator has no such figure
         return UNKNOWN_BYTES
 
 

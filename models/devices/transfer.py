@@ -14,21 +14,17 @@ from math import prod
 import torch
 from torch import Tensor
 
-from layertap.models.devices.devices import is_accelerator
+from layertap.models.devices.devices import is_accelerator, list_accelerators
+from layertap.models.errors import list_causes
 
 ALIGNMENT = 16  # bytes; enough for every dtype
 MAX_PINNED_BYTES = 2**26  # of one batch, or of one batch's results; larger ones use pageable memory
 
 
-def create_stream(device: torch.device) -> torch.Stream:
-    """A new stream, which does not wait for other streams."""
-    return torch.Stream(device)
-
-
 def use_own_stream(device: torch.device) -> None:
     """Give this thread its own stream on an accelerator, so that it does not wait for other threads' work."""
     if is_accelerator(device):
-        torch.accelerator.set_stream(create_stream(device))
+        torch.accelerator.set_stream(torch.Stream(device))
 
 
 def synchronize(device: torch.device) -> None:
@@ -40,12 +36,23 @@ def synchronize(device: torch.device) -> None:
 def synchronize_stream(device: torch.device) -> None:
     """Wait until this thread's work on a device is done; raises the device's errors."""
     if is_accelerator(device):
-        torch.accelerator.current_stream(device).synchronize()
+        torch.accelerator.current_stream(device).record_event().synchronize()  # not all kinds wait for a stream
 
 
-def release_memory(device: torch.device) -> None:
-    """Release torch's cached memory of a device."""
-    if is_accelerator(device):
+def is_lost(error: BaseException) -> bool:
+    """Whether a device gives nothing but errors, asked after an error that may come from one."""
+    try:
+        if any(isinstance(each, torch.AcceleratorError) for each in list_causes(error)):
+            for device in list_accelerators():
+                synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def release_memory() -> None:
+    """Release torch's cached memory of accelerators; none is initialised for it."""
+    if torch.accelerator.current_accelerator() is not None:
         torch.accelerator.empty_cache()
 
 

@@ -37,7 +37,7 @@ class DeviceDecoder:
     def __init__(self, device: torch.device, spec: PreprocessSpec) -> None:
         self._device = device
         self._spec = spec
-        self._stream = transfer.create_stream(device) if is_accelerator(device) else None
+        self._stream = torch.Stream(device) if is_accelerator(device) else None
         self._waiting: deque[Picture] = deque()
         self._queue, self._turn = Lock(), Lock()
 

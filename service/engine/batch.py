@@ -23,6 +23,7 @@ from layertap.service.inputs.items import ImageItem
 from layertap.service.timings import Timings
 from layertap.service.types import BatchReason, Priority
 
+LOST_DEVICE = "a device gives nothing but errors"
 CPU = "cpu"  # the device on which pictures are decoded
 Results = dict[Capture, ReducedArray]
 Interval = tuple[float, float]

@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -49,6 +51,20 @@ class Killed(nn.Module):
                 if file.tell() <= times:
                     os.kill(os.getpid(), signal.SIGKILL)
         return self.linear(x)
+
+
+class Refused(nn.Module):
+    """Does not load: its forward raises. ``made`` knows the modules that are still in memory."""
+
+    made: ClassVar[WeakSet[Refused]] = WeakSet()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.made.add(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("never")
 
 
 class Unreadable(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import subprocess
 import sys
 
@@ -10,7 +12,8 @@ import pytest
 
 from layertap.service.process import EXIT_FAILED
 from tests.service.conftest import Serve
-from tests.service.fatal_models import LIMIT
+from tests.service.fatal_models import LIMIT, Refused
+from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT
 from tests.service.queue_harness import extract_request, post
 from tests.service.server_process import fatal_model_spec
@@ -60,6 +63,23 @@ def test_failure_that_lasts(serve: Serve) -> None:
         assert doomed.client.post("/models/doomed/load").status_code == 200
         assert post(doomed, extract_request(rows(1), "doomed", "linear")).status_code == 200
         assert doomed.client.get("/readyz").status_code == 200
+
+
+def test_a_failed_load_keeps_no_weights(serve: Serve) -> None:
+    """A model that could not be loaded is out of memory once that is known, with no collector's help."""
+    with serve(configured(fatal_model_spec("Refused", load="lazy"))) as live:
+        logging.disable()  # pytest keeps records with their tracebacks
+        gc.collect()
+        gc.disable()
+        try:
+            found = problem(live.client.post("/models/refused/load"), 503, seconds=True)
+            assert "ValueError" in found["detail"]
+            wait_until(lambda: not Refused.made)
+            problem(live.client.post("/models/refused/load"), 503, seconds=True)
+            wait_until(lambda: not Refused.made)
+        finally:
+            gc.enable()
+            logging.disable(logging.NOTSET)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from layertap.models.run.replica import Replica
 from layertap.models.run.row_check import has_same_row, select_row
 from layertap.models.run.verification import run_verified
 from layertap.service.engine.batch import (
+    LOST_DEVICE,
     Batch,
     BatchFailures,
     BatchResult,
@@ -106,7 +107,7 @@ class BatchRunner:
         count = _count_rows(parts)
         rows = max(self._padded_rows or 0, count)
         self._failures.out_of_memory += 1
-        transfer.release_memory(self._model.device)
+        transfer.release_memory()
         if rows == count and (count < 2 or self._batch.unsplittable):
             return _refuse(parts, error)
         self._failures.memory_splits += 1
@@ -268,7 +269,7 @@ def find_lasting_failure(error: BaseException, model: LoadedModel, replica: Repl
     if probe_error is None:
         return None
     if isinstance(probe_error, torch.AcceleratorError):
-        return LastingFailure("a device gives nothing but errors", of_device=True)
+        return LastingFailure(LOST_DEVICE, of_device=True)
     return LastingFailure(f"it fails whatever it is given ({type(probe_error).__name__})")
 
 

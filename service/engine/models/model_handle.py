@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError, make_load_error
+from layertap.models.devices import transfer
+from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError, clear_tracebacks, make_load_error
 from layertap.models.explanations.map_layers import find_grad_cam_layer
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.plan import ResolvedObjective, Tap
@@ -24,7 +25,8 @@ from layertap.models.run.model_info import ModelInfo
 from layertap.models.run.resumption import Resumption
 from layertap.models.run.row_check import write_note
 from layertap.models.spec import Shapes
-from layertap.service.engine.batch import CPU, LastingFailure
+from layertap.service import allocator
+from layertap.service.engine.batch import CPU, LOST_DEVICE, LastingFailure
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.executor import Executor
 from layertap.service.engine.execute.processes.worker_process import ModelLostError
@@ -242,6 +244,8 @@ class ModelHandle:
             try:
                 await (self.executor.restart() if self._has_loaded else self._begin())
             except Exception as error:
+                if await asyncio.to_thread(transfer.is_lost, error):
+                    self._scheduler.fail_permanently(LOST_DEVICE)
                 kind = error.kind if isinstance(error, LoadError) else ""
                 deaths = 1 + (deaths if kind == "killed" else max(deaths, TRIES_AT_ONCE))
                 if kind == "killed" and _choose_pause(deaths) < LONGEST_PAUSE_S:
@@ -249,6 +253,7 @@ class ModelHandle:
                     log.warning("a process was killed while it loaded a model", extra={"fields": fields})
                 else:
                     self._fail(error)
+                    await asyncio.to_thread(allocator.release_memory)
                 if kind not in PASSING:
                     return
                 await self._wait_for_room(deaths)
@@ -369,6 +374,8 @@ class ModelHandle:
         kind: Failure = refusal.kind if isinstance(refusal, LoadError) else "other"
         exc_info = error if kind in OWN_CODE else None
         log.error("a model could not be loaded", exc_info=exc_info, extra={"fields": fields})
+        clear_tracebacks(error)  # their frames hold the module
+        clear_tracebacks(refusal)
         self._refuse(refusal)
 
     def _refuse(self, refusal: LayertapError) -> None:

@@ -403,8 +403,9 @@ class ModelManager:
             log.info("a checkpoint was read", extra={"fields": {"model": entry.spec.name, **report}})
         executor = self._create_executor(model)
         entry.memory_bytes = executor.memory_bytes
-        transfer.synchronize(model.device)  # threads with streams of their own use its tensors
-        transfer.release_memory(model.device)
+        for device in map(resolve_device, set(executor.devices)):
+            transfer.synchronize(device)  # threads with streams of their own use its tensors
+            transfer.release_memory()
         return executor
 
     def _unload_now(self, handle: ModelHandle) -> None:

@@ -122,14 +122,14 @@ class Scheduler:
     def _fail(self, model: ScheduledModel, failure: LastingFailure) -> Exception:
         """Refuse the requests of a model, or all if a device has failed; returns the error for them."""
         if failure.of_device:
-            self._fail_permanently(failure.reason)
+            self.fail_permanently(failure.reason)
             return failure_error(self.failure)
         model.on_failure(failure)
         if model.make_error is None:  # it loads
             return UnavailableError(failure.reason, retry_after=FAILURE_RETRY_S)
         return model.make_error()
 
-    def _fail_permanently(self, reason: str) -> None:
+    def fail_permanently(self, reason: str) -> None:
         """Stop answering for good: all waiting requests get UnavailableError."""
         if not self.failure:
             self.failure = reason
@@ -312,7 +312,7 @@ class Scheduler:
 
         ended.add_done_callback(regain)
         if not self.batcher.lose(batch):
-            self._fail_permanently(f"forwards that do not end have all slots of {batch.device}")
+            self.fail_permanently(f"forwards that do not end have all slots of {batch.device}")
 
     def _answer(self, model: ScheduledModel, batch: Batch, result: BatchResult) -> bool:
         """Pass results on to their requests; returns whether there are any."""
