@@ -26,7 +26,8 @@ PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 -
 test: $(STAMP) ## Run the quick tests, as many at once as there are cores; pytest's options in ARGS, "-n 0" for one at a time
 	$(PARALLEL) $(ARGS)
 
-test-all: $(STAMP) ## Run the slow tests too
+test-all: $(STAMP) ## Run the slow tests too, and those of accelerators on a simulated one, which is built once
+	-$(BIN)/python -m tests.gpu.simdev.build
 	$(PARALLEL) -m 'not gpu and not hard' $(ARGS)
 
 # Tests that use most of the other packages, without those that need the dev extra.

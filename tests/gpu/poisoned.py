@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
+from tests.gpu.accelerator import KIND
 from tests.server import serving
 from tests.service.support import npy, raw
 
@@ -19,7 +20,7 @@ SIZE, BEYOND = 4, 99
 
 
 class Table(nn.Module):
-    """Looks up a row of a table; on a GPU an index beyond it is seen by the kernel only."""
+    """Looks up a row of a table; on an accelerator an index beyond it is seen by the kernel only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ def ask(client: httpx.Client, index: int) -> int:
 def main() -> None:
     """One good request, one bad, two good ones; then the process ends without tidying up what can't be."""
     inputs = (InputSpec("x", (1,), "int64"),)
-    spec = ModelSpec("table", "python:tests.gpu.poisoned:Table", weights="random:0", device="cuda", inputs=inputs)
+    spec = ModelSpec("table", "python:tests.gpu.poisoned:Table", weights="random:0", device=KIND, inputs=inputs)
     with serving(Configuration((spec,), "table")) as live:
         told = {
             "before": [ask(live.client, 1), live.client.get("/livez").status_code],

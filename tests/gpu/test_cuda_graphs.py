@@ -23,12 +23,13 @@ from layertap.models.run.compiled_plan import PlanGraphs, WarmError
 from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import ModelSpec, WarmSpec
 from layertap.service.config.configuration import Configuration
+from tests.gpu.accelerator import on_cuda
 from tests.loading import load_model
 from tests.nets import batch
 from tests.server import serving
 from tests.service.support import arrays_of, npy, raw
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = on_cuda
 SIZES = (1, 4, 8)
 LAYERS = ("layer1.0.relu#0", "layer3", "avgpool")
 SPEC = ModelSpec("net", "torchvision:resnet18", weights="random:0", device="cuda")

@@ -16,12 +16,12 @@ from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.inputs.preprocess import preprocess
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.config.configuration import Configuration
+from tests.gpu.accelerator import on_cuda
 from tests.server import Live, serving
 from tests.service.support import arrays_of, image, problem, raw, tensor
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *on_cuda,
     pytest.mark.filterwarnings("ignore:.*decod:DeprecationWarning"),
 ]
 HOW = PreprocessSpec(resize=232, crop=224)

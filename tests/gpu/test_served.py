@@ -1,4 +1,4 @@
-"""The same truths on a CUDA device. Marked: they run by ``pytest -m gpu`` on a machine that has one."""
+"""The same truths on an accelerator, over HTTP: the simulated one, or a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -8,41 +8,43 @@ import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torchvision
 from safetensors.numpy import load as read_safetensors
 from safetensors.torch import save_file
 
-from layertap.models.devices.transfer import MAX_PINNED_BYTES, to_device, to_host
-from layertap.models.spec import ModelSpec
 from layertap.service.config.configuration import Configuration
+from tests.gpu.accelerator import IS_SIMULATED, KIND, SIDE, on_accelerator, on_cuda
+from tests.gpu.nets import make_net, net_spec
 from tests.oracle import record, seeded
 from tests.server import serving
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = on_accelerator
+LEFT_BYTES = 2**19 if IS_SIMULATED else 200 * 2**20  # for a batch of 16 rows, which takes more
 LAYERS = ("layer1", "avgpool", "layer2.0.bn1,layer3", "fc", "*.relu#*", "conv1:input")
+# Kernels of the simulated device are the CPU's: what differs with architectures and dtypes is shown there.
+NETS = product(("resnet18", "swin_t", "vit_b_32"), ("float32", "bfloat16", "float16"))
+SIMULATED_NETS = (("resnet18", "float32"), ("resnet18", "bfloat16"))
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "swin_t", "vit_b_32"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("arch", "dtype"), SIMULATED_NETS if IS_SIMULATED else NETS)
 def test_every_layer_equals_an_offline_hook_on_the_device(arch: str, dtype: str, tmp_path: Path) -> None:
-    """On the GPU, in each dtype, every module's output is what a hook with an immediate copy gives there."""
-    net = seeded(torchvision.models.get_model(arch, weights=None), 1).eval()
+    """On the device, in each dtype, every module's output is what a hook with an immediate copy gives there."""
+    net = seeded(make_net(arch), 1).eval()
     save_file(net.state_dict(), tmp_path / "net.safetensors")
-    rows = torch.randn((2, 3, 224, 224), generator=torch.Generator().manual_seed(2))
+    rows = torch.randn((2, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(2))
     tf32(False)
-    seen = record(net.to("cuda", getattr(torch, dtype)), rows.to("cuda", getattr(torch, dtype)))
-    spec = ModelSpec(
-        "net", f"torchvision:{arch}", weights=str(tmp_path / "net.safetensors"), device="cuda", dtype=dtype
-    )
+    seen = record(net.to(KIND, getattr(torch, dtype)), rows.to(KIND, getattr(torch, dtype)))
+    spec = net_spec(arch=arch, weights=str(tmp_path / "net.safetensors"), dtype=dtype)
     with serving(Configuration((spec,), "net"), max_reply_bytes=2**31, max_results=10_000, deadline_s=300) as live:
         got = _extract(live.client, rows, "*#*,.")
-        assert live.client.get("/models/net").json()["device"] == "cuda:0"
+        assert live.client.get("/models/net").json()["device"] == f"{KIND}:0"
     for (name, call, path, site), value in seen.items():
         if site != "output" or path:
             continue
@@ -53,12 +55,11 @@ def test_every_layer_equals_an_offline_hook_on_the_device(arch: str, dtype: str,
 
 
 def test_the_same_request_gives_the_same_bits(tmp_path: Path) -> None:
-    """Twice the same batch on the GPU, twice the same bits; the fingerprint is that of the CPU."""
-    spec = ModelSpec("net", "torchvision:resnet18", weights="random:3")
-    rows = torch.randn((4, 3, 224, 224), generator=torch.Generator().manual_seed(4))
+    """Twice the same batch on the device, twice the same bits; the fingerprint is that of the CPU."""
+    rows = torch.randn((4, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(4))
     prints = set()
-    for device in ("cuda", "cpu"):
-        placed = ModelSpec(spec.name, spec.source, weights=spec.weights, device=device)
+    for device in (KIND, "cpu"):
+        placed = net_spec(weights="random:3", device=device)
         with serving(Configuration((placed,), "net")) as live:
             replies = [_post(live.client, rows, "avgpool") for _ in range(2)]
         assert replies[0].content == replies[1].content
@@ -68,17 +69,18 @@ def test_the_same_request_gives_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("streams", [1, 2])
 def test_many_at_once_each_get_their_own(streams: int) -> None:
-    """Requests for different layers that share forwards on the GPU, or overlap there, get what each gets alone."""
-    spec = ModelSpec("net", "torchvision:resnet18", weights="random:5", device="cuda")
+    """Requests for different layers that share forwards on the device, or overlap there, get what each gets alone."""
+    spec = net_spec(weights="random:5")
     generator = torch.Generator().manual_seed(6)
     wanted = [
-        (torch.randn((1 + number % 3, 3, 224, 224), generator=generator), LAYERS[number % len(LAYERS)])
+        (torch.randn((1 + number % 3, 3, SIDE, SIDE), generator=generator), LAYERS[number % len(LAYERS)])
         for number in range(48)
     ]
     with serving(Configuration((spec,), "net"), gpu_streams=streams) as live:
         model = live.engine.manager.registry.get_entry("net").model
         assert model is not None
         assert len(model.replicas) == streams
+        assert not model.catalog.crosses_rows  # else all run alone, and this shows nothing
         alone = [_extract(live.client, rows, layers) for rows, layers in wanted]
         with ThreadPoolExecutor(16) as pool:
             together = list(pool.map(lambda each: _extract(live.client, *each), wanted))
@@ -92,55 +94,37 @@ def test_many_at_once_each_get_their_own(streams: int) -> None:
 
 def test_out_of_memory_is_split(tmp_path: Path) -> None:
     """A batch that the device has no memory for runs in pieces, and its request is answered."""
-    spec = ModelSpec("net", "torchvision:resnet18", weights="random:5", device="cuda")
-    rows = torch.randn((16, 3, 224, 224), generator=torch.Generator().manual_seed(7))
+    spec = net_spec(weights="random:5")
+    rows = torch.randn((16, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(7))
     with serving(Configuration((spec,), "net"), batch_memory_bytes=2**40) as live:
         expected = _extract(live.client, rows, "avgpool")["avgpool"]
-        free, _ = torch.cuda.mem_get_info()
-        torch.cuda.empty_cache()
-        hog = torch.empty(max(free - 200 * 2**20, 1), dtype=torch.uint8, device="cuda")
+        torch.accelerator.empty_cache()
+        free, _ = torch.accelerator.get_memory_info()
+        hog = torch.empty(max(free - LEFT_BYTES, 1), dtype=torch.uint8, device=KIND)
         found = _extract(live.client, rows, "avgpool")["avgpool"]
         del hog
+        told = live.client.get("/metrics").text.splitlines()
+        assert any("split_total{" in line and "memory" in line and not line.endswith(" 0.0") for line in told)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [(torch.float32, torch.bfloat16), (torch.int64, torch.int64)])
-@pytest.mark.parametrize("counts", [(1,), (3, 1, 4)])
-def test_batches_to_the_device(counts: tuple[int, ...], kind: torch.dtype, dtype: torch.dtype) -> None:
-    """Rows of several requests are one batch, the same as by a plain copy, also while other copies are under way."""
-    generator = torch.Generator().manual_seed(8)
-    sent = [
-        [torch.randint(-9, 9, (count, 3, 64, 64), generator=generator).to(kind) for count in counts] for _ in range(20)
-    ]
-    torch.cuda._sleep(100_000_000)  # all that follows waits on the device
-    for parts, found in [(parts, to_device(parts, dtype, torch.device("cuda", 0))) for parts in sent]:
-        assert (found.device.type, found.dtype) == ("cuda", dtype)
-        assert found.cpu().equal(torch.cat(parts).to(dtype))
-
-
-@pytest.mark.parametrize("size", [1, 2**20, MAX_PINNED_BYTES + 1])
-def test_results_from_the_device(size: int) -> None:
-    """What comes to the host is there at once and stays, whatever comes after it."""
-    data = torch.randint(0, 256, (2, size), dtype=torch.uint8, device="cuda")
-    one, other = to_host(data[0]), to_host(data[1])
-    assert one.equal(data[0].cpu())
-    assert other.equal(data[1].cpu())
-    assert one.is_pinned() == (size <= MAX_PINNED_BYTES)
-
-
-@pytest.mark.parametrize("fields", [{"tf32": True}, {"dtype": "bfloat16", "memory_format": "channels_last"}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [pytest.param({"tf32": True}, marks=on_cuda), {"dtype": "bfloat16", "memory_format": "channels_last"}],
+    ids=str,
+)
 def test_chosen_precision(fields: dict[str, object], tmp_path: Path) -> None:
     """With TF32, or another memory format, features are those of an offline hook that computes in the same way."""
-    net = seeded(torchvision.models.resnet18(weights=None), 9).eval()
+    net = seeded(make_net(), 9).eval()
     save_file(net.state_dict(), tmp_path / "net.safetensors")
-    rows = torch.randn((2, 3, 224, 224), generator=torch.Generator().manual_seed(10))
+    rows = torch.randn((2, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(10))
     dtype, layout = getattr(torch, str(fields.get("dtype", "float32"))), torch.contiguous_format
     if "memory_format" in fields:
         layout = torch.channels_last
     tf32("tf32" in fields)
-    seen = record(net.to("cuda", dtype, memory_format=layout), rows.to("cuda", dtype, memory_format=layout))
-    plain = ModelSpec("net", "torchvision:resnet18", weights=str(tmp_path / "net.safetensors"), device="cuda")
-    chosen = ModelSpec(plain.name, plain.source, weights=plain.weights, device="cuda", **fields)  # type: ignore[arg-type]
+    seen = record(net.to(KIND, dtype, memory_format=layout), rows.to(KIND, dtype, memory_format=layout))
+    plain = net_spec(weights=str(tmp_path / "net.safetensors"))
+    chosen = replace(plain, **fields)  # type: ignore[arg-type]
     prints, replies = [], []
     for spec in (plain, chosen):
         with serving(Configuration((spec,), "net")) as live:
