@@ -1,5 +1,6 @@
 #!/bin/sh
-# On a machine with a CUDA device: the GPU tests, what the device can do at best, and the serving benchmark.
+# On a machine with a CUDA device: the tests of accelerators, which of the settings that need CUDA hold, what the device
+# can do at best, and the serving benchmark.
 #
 #     bench/gpu.sh [FOLDER OF WHEELS]
 #
@@ -37,9 +38,10 @@ fi
 mkdir -p "$out"
 
 say "tests"
-"$PYTHON" -m pytest -p no:cacheprovider -m gpu tests/gpu >"$work/tests.log" 2>&1
+"$PYTHON" -m pytest -p no:cacheprovider -m gpu --junit-xml "$work/tests.xml" tests/gpu >"$work/tests.log" 2>&1
 passed=$?
 cat "$work/tests.log"
+step "settings that need CUDA" "$PYTHON" -m bench.gpu_settings "$work/tests.xml"
 
 step "ceilings" "$PYTHON" -m bench.gpu --json "$out/gpu-ceilings-$day.json" --tests "$(tail -n 1 "$work/tests.log")"
 
