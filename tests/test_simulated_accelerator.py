@@ -1,4 +1,23 @@
-"""The tests of accelerators on a simulated one, in a process of their own: there ``auto`` is that device for all."""
+"""The tests of accelerators on a simulated one, in a process of their own: there ``auto`` is that device for all.
+
+Each of these changes was tried, and fails the test beside it, by the name of its file:
+
+=====================================================  ===============================================================
+without the wait of ``transfer.synchronize_stream``    test_transfer: test_another_thread_uses_what_was_waited_for
+without that of ``to_host``                            test_transfer: test_results_from_the_device
+without that of ``DeviceDecoder``                      test_transfer: test_decoded_rows
+without that of ``join_rows``                          test_transfer: test_joined_rows
+without ``record_stream``                              test_transfer: test_rows_of_another_stream
+without the wait at the end of loading                 test_failures: test_what_loading_puts_back
+one pinned buffer for all batches                      test_transfer: test_batches_to_the_device
+a wait for the first of several devices                test_failures: test_what_loading_puts_back
+no question whether a device is lost after a load      test_failures: test_lost_at_the_start
+an error of a load that keeps its frames               test_failures: test_a_failed_load_leaves_nothing
+torch's cache kept after a failed load                 test_failures: test_a_failed_load_leaves_nothing
+generators of devices not put back                     test_accelerators: test_generators_are_put_back
+a sketch's weights kept on each device                 test_failures: test_a_survey_leaves_nothing
+=====================================================  ===============================================================
+"""
 
 from __future__ import annotations
 

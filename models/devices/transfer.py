@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from layertap.models.devices.devices import is_accelerator, list_accelerators
-from layertap.models.errors import list_causes
 
 ALIGNMENT = 16  # bytes; enough for every dtype
 MAX_PINNED_BYTES = 2**26  # of one batch, or of one batch's results; larger ones use pageable memory
@@ -41,10 +40,13 @@ def synchronize_stream(device: torch.device) -> None:
 
 def is_lost(error: BaseException) -> bool:
     """Whether a device gives nothing but errors, asked after an error that may come from one."""
+    while not isinstance(error, torch.AcceleratorError):
+        cause = error.__cause__ or error.__context__
+        if cause is None:
+            return False
+        error = cause
     try:
-        if any(isinstance(each, torch.AcceleratorError) for each in list_causes(error)):
-            for device in list_accelerators():
-                synchronize(device)
+        list(map(synchronize, list_accelerators()))
     except RuntimeError:
         return True
     return False

@@ -15,7 +15,7 @@ from layertap.models.devices.devices import UNKNOWN_BYTES, find_lack, is_acceler
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError
 from layertap.service.config.configuration import Configuration
-from tests.gpu.accelerator import DEVICE, KIND, on_accelerator, simulated_only
+from tests.gpu.accelerator import DEVICE, IS_SIMULATED, KIND, on_accelerator, simulated_only
 from tests.gpu.nets import spec
 from tests.server import serving
 from tests.service.support import npy, raw, rows
@@ -34,7 +34,7 @@ def test_names() -> None:
     assert list_devices(["all"]) == tuple(ALL)
     assert list_devices([f"{KIND}:0"]) == (f"{KIND}:0",)
     assert [is_accelerator(device) for device in (DEVICE, torch.device("cpu"))] == [True, False]
-    for name in (f"{KIND}:{COUNT}", "xpu", "mps"):
+    for name in (f"{KIND}:{COUNT}", "xpu", "mps", *(["npu"] if IS_SIMULATED else [])):  # a plugin may have any name
         with pytest.raises(LoadError) as told:
             resolve_device(name)
         assert told.value.detail == f"there is no device '{name}' on this machine"

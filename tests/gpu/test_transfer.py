@@ -20,6 +20,7 @@ from layertap.models.inputs.device_decoder import DeviceDecoder, matches_cpu
 from layertap.models.inputs.preprocess import preprocess
 from layertap.models.spec import PreprocessSpec
 from tests.gpu.accelerator import DEVICE, IS_SIMULATED, KIND, on_accelerator
+from tests.service.gated_server import wait_until
 
 pytestmark = [*on_accelerator, pytest.mark.filterwarnings("ignore:.*decod:DeprecationWarning")]
 COUNT = torch.accelerator.device_count()
@@ -190,3 +191,19 @@ def test_decoded_rows(order: None) -> None:
         with Image.open(BytesIO(encoded(picture))) as image:
             wanted = preprocess(image.convert("RGB"), HOW)
         assert float((row.cpu() - wanted).abs().mean()) < 0.1
+
+
+def test_a_bad_picture_among_others() -> None:
+    """Pictures that wait are decoded together; one that can't be, or is too large beside others, spoils none."""
+    picture = Image.fromarray(load_sample_images().images[0]).crop((0, 0, 90, 70))
+    decoder, data, size = DeviceDecoder(DEVICE, HOW), encoded(picture), picture.size
+    asked = [(data, size), (data[:50], size), (data, (9000, 9000)), (data, size), (data, (9000, 9000))]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        with decoder._turn:  # until all wait
+            answers = [pool.submit(decoder.decode_row, *each) for each in asked]
+            wait_until(lambda: len(decoder._waiting) == len(asked))
+        rows = [answer.result() for answer in answers]
+    assert [row is None for row in rows] == [False, True, True, False, True]
+    alone = decoder.decode_row(data, size)
+    assert alone is not None
+    assert all(row is None or row.cpu().equal(alone.cpu()) for row in rows)
