@@ -53,6 +53,8 @@ def test_unloaded_memory_is_given_back() -> None:
     """What a model took of a device is free for other processes once it is unloaded."""
     lazy = net_spec("lazy", device=f"{KIND}:0", load="lazy")
     with serving(Configuration((lazy,), "lazy")) as live:
+        torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()  # of other tests
         before, _ = torch.accelerator.get_memory_info(0)
         assert live.client.post("/models/lazy/load").json()["state"] == "ready"
         assert torch.accelerator.get_memory_info(0)[0] < before
