@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from layertap.models.catalog.sketch import Sketch
 
 from layertap.models.catalog import sketch
-from layertap.models.catalog.sketch import Sketch
 from layertap.models.devices.memory import measure_available_bytes
 from layertap.models.spec import ModelSpec
 from layertap.service import allocator
