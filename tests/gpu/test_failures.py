@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from layertap.models.catalog.sketch import Sketch
 
-from layertap.models.catalog import sketch
+from layertap.models.catalog import call_recorder
+from layertap.models.catalog.call_recorder import Sketch
 from layertap.models.devices.memory import measure_available_bytes
 from layertap.models.spec import ModelSpec
 from layertap.service import allocator
@@ -94,7 +94,7 @@ def test_a_failed_load_leaves_nothing() -> None:
 
 def test_a_survey_leaves_nothing() -> None:
     """What compares tensors keeps nothing on the device."""
-    sketch._make_weights.cache_clear()  # of other tests
+    call_recorder._make_weights.cache_clear()  # of other tests
     value = torch.ones(2**18, device=DEVICE)
     before = torch.accelerator.memory_allocated(DEVICE)
     assert Sketch.from_tensor(value).matches(Sketch.from_tensor(value.clone()))
