@@ -416,6 +416,34 @@ def test_folded_in_a_part() -> None:
     assert not changed["attention"].any()
 
 
+class ThreeQueries(nn.Module):
+    """Says that it has two heads, and mixes three things for each row, whatever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.linear(x).repeat_interleave(3, 0)
+        weights = functional.softmax(rows @ rows.transpose(1, 2), dim=-1)
+        return (weights @ rows).unflatten(0, (-1, 3)).sum(1)
+
+
+def test_no_whole_heads() -> None:
+    """Three axes whose first does not hold the heads of each row are taken for no attention."""
+    layer = surveyed(seeded(ThreeQueries(), 1).eval(), 5, 8).layers["."]
+    assert not layer.has_attention
+
+
+def test_a_change_after_the_last_capture() -> None:
+    """A forward that stops within a layer before its attention is computed does not miss the change there."""
+    module, catalog, x = prepared(CASES["timm fused"])
+    name = "blocks.1.attn.qkv"
+    found = run(module, planned(catalog, "blocks.1.attn", Operation("zero"), name), x)
+    assert torch.equal(found[name], record(module, x)[name, 0, (), "output"])
+
+
 def _reduced(selector: Any, **options: Any) -> Any:
     return type(selector)(**{**vars(selector), "reduction": type(selector.reduction)(**options)})
 
