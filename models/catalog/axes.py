@@ -84,8 +84,10 @@ class Axis:
         return letters
 
     def note(self, evidence: str) -> None:
-        """Note that an operation worked along it."""
+        """Note that an operation worked along it, and along each of the positions that it was merged of."""
         self.find().evidence |= set(evidence)
+        for part in self.parts if evidence in "pP" else ():
+            part.note(evidence)
 
     def resize(self, size: int) -> Axis:
         """The axis of another tensor that is of the same kind."""
