@@ -26,7 +26,8 @@ class ModelSource:
 
     example: str  # of the syntax
     module: str  # imported on first use; its ``build(ident, spec)`` returns a BuiltModel
-    library: str = ""  # the library that it needs, which the extra of that name installs
+    # The library that it needs; its module's ``find_embeddings(module, row)`` knows the embeddings of its classes.
+    library: str = ""
     # The path that an ident is or begins with; empty if there is none.
     find_path: Callable[[str], str] = lambda ident: ""
     has_tags: bool = False  # after a dot in the name of an architecture

@@ -202,4 +202,4 @@ def _name_positions(axes: Sequence[Axis]) -> Sequence[str]:
     if len(set(single)) < len(single) and all(letters) and set[str]().union(*letters) == set(usual):
         return usual
     is_known = {"H", "W"} <= {each for each in single if single.count(each) == 1}
-    return [each if is_known and single.count(each) == 1 else "?" for each in single]
+    return [each if each and is_known and single.count(each) == 1 else "?" for each in single]

@@ -276,10 +276,10 @@ class CallRecorder:
         module = attention.find_owner([module for module, _ in self._running])
         number = next(number for running, number in reversed(self._running) if running is module)
         call = self._names[module], number
-        heads = attention.list_heads_around(self._modules, call[0])
+        heads = attention.list_heads_around(self._modules, module)
         shape, found = attention.unfold_weights(event.shape, module, heads), self._weights[call]
         if shape is None:
-            if attention.list_heads(module):
+            if heads or attention.list_heads(module):  # with another number of rows it might fit
                 found.append(None)
             return
         known = self._alone._weights[call][len(found) :][:1] if self._alone else []

@@ -235,7 +235,7 @@ def attach_values(
             return on_value(Point(layer, number, (), site, function), value)
 
         called = partial(run_unseen, on_call) if hooks[-1][1].endswith("function") else on_call
-        heads_around = attention.list_heads_around(modules, layer) if kind in OF_ATTENTION else ()
+        heads_around = attention.list_heads_around(modules, modules[layer]) if kind in OF_ATTENTION else ()
         ATTACH[kind](stack, modules[layer], called, kept=kept, heads_around=heads_around)
 
 

@@ -170,12 +170,25 @@ def list_heads(module: nn.Module) -> list[int]:
     return [size for name in HEADS if isinstance(size := getattr(module, name, None), int) and size > 0]
 
 
-def list_heads_around(modules: Mapping[str, nn.Module], name: str) -> list[int]:
-    """How many heads the module around one says that it has, for which that one computes: it has no weights itself."""
-    while name != "." and next(modules[name].parameters(), None) is None:
+def list_heads_around(modules: Mapping[str, nn.Module], module: nn.Module) -> list[int]:
+    """How many heads, above one, the module says that it has for which a part without weights computes.
+
+    Empty if the part has several names, under which it computes for modules that say different things.
+    """
+    if next(module.parameters(), None) is not None:
+        return []
+    around = {tuple(_list_heads_above(modules, name)) for name, part in modules.items() if part is module}
+    # With a single head every softmax of three axes would fit.
+    return [size for size in around.pop() if size > 1] if len(around) == 1 else []
+
+
+def _list_heads_above(modules: Mapping[str, nn.Module], name: str) -> list[int]:
+    while name != ".":
         name = name.rpartition(".")[0] or "."
         if heads := list_heads(modules[name]):
             return heads
+        if next(modules[name].parameters(), None) is not None:
+            break
     return []
 
 

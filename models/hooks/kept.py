@@ -31,8 +31,10 @@ class KeptOutputs:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        earlier = (tensor for *_, value in self._list_slots() for _, tensor in iterate_tensors(value))
-        self._earlier = WeakIdKeyDictionary(dict.fromkeys(earlier))  # nothing of these is a call's own
+        self._earlier = WeakIdKeyDictionary()  # nothing of these is a call's own
+        for *_, value in self._list_slots():
+            for _, tensor in iterate_tensors(value):
+                self._earlier[tensor] = None
         self._originals: list[weakref.ref[Tensor]] = []
 
     def replace(self, original: Tensor, changed: Tensor, arguments: object) -> None:

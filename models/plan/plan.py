@@ -244,7 +244,7 @@ class Plan:
 
     @cached_property
     def isolated(self) -> bool:
-        """Whether its rows can share no forward with others, because its changes would affect these.
+        """Whether its rows share no forward with others: a tensor is made of all rows, or its changes affect others.
 
         Unfused attention changes the rounding of every row. A change to a function that returns a view replaces the
         view by a copy for every row: a later in-place write would no longer reach the original.

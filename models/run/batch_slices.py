@@ -41,8 +41,8 @@ class RequestSlice:
 class BatchActivations:
     """What the hooks of one forward captured: each capture reduced for the rows of each request by themselves.
 
-    Rows of two requests are never reduced together: sums and powers of several rows are rounded differently from those
-    of one, and an answer must not depend on its neighbours.
+    Hooks never reduce rows of two requests together: sums and powers of several rows are rounded differently from those
+    of one, and an answer must not depend on its neighbours. A graph reduces its whole batch, which is then cut.
     """
 
     pieces: Mapping[tuple[Capture, Span | None], ReducedTensor]  # None: all rows, which can't be separated

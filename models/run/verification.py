@@ -22,7 +22,7 @@ from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.plan.plan import Capture, Plan, get_boundary
 from layertap.models.plan.requested import Reduction
 from layertap.models.points import Point
-from layertap.models.run.batch_slices import BatchActivations, RequestSlice
+from layertap.models.run.batch_slices import BatchActivations, RequestSlice, find_span
 from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.replica import Replica
 from layertap.models.run.resumption import Resumption
@@ -60,9 +60,8 @@ def run_verified(
     in_order = sorted(points, key=lambda point: get_boundary(point, catalog).order)
     output = {each.point: values[each.point] for each in _list_model_outputs(catalog)}
     _check_outputs(output, {point: values[point] for point in in_order}, run_again)
-    return BatchActivations(
-        {key: reduced for key, reduced in activations.pieces.items() if key[0] in request_slice.captures}
-    )
+    own = [(capture, find_span(capture, request_slice)) for capture in request_slice.captures]
+    return BatchActivations({key: activations.pieces[key] for key in own})
 
 
 def _run_with_replacements(

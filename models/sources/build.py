@@ -101,7 +101,7 @@ def find_known_embeddings(module: nn.Module, row: Tensor) -> tuple[list[Choice],
     thread.
     """
     libraries = [base.__module__.partition(".")[0] for base in type(module).__mro__]
-    modules = {source.library: source.module for source in SOURCES.values()}
+    modules = {source.library: source.module for source in SOURCES.values() if source.library}
     module_name = next((modules[each] for each in libraries if each in modules), None)
     found: tuple[list[Choice], bool] = ([], False)
     return found if module_name is None else import_module(module_name).find_embeddings(module, row)

@@ -111,6 +111,47 @@ class Apply(nn.Module):
         return self.function(x)
 
 
+class FramesOverTime(nn.Module):
+    """A convolution of each frame, then one over time at each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = nn.Conv2d(3, 8, 3, padding=1), nn.Conv1d(8, 8, 3, padding=1)
+        self.last = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames = self.space(x.flatten(0, 1)).unflatten(0, x.shape[:2]).permute(0, 3, 4, 2, 1)
+        frames = self.time(frames.flatten(0, 2)).unflatten(0, frames.shape[:3])
+        return self.last(frames.permute(0, 4, 1, 2, 3)).mean((1, 2, 3))  # (N, time, height, width, channels)
+
+
+def test_a_letter_for_each_axis() -> None:
+    """Where height and width are proven and a third position is not, that one is unknown, and channels are channels."""
+    catalog = surveyed(seeded(FramesOverTime(), 1), 4, 3, 6, 10)
+    layouts = outputs(catalog) | outputs(catalog, "input")
+    assert layouts["last#0"] == "N?HWC"
+    infos = [info for layer in catalog.layers.values() for call in layer.calls for info in call.output.tensors]
+    assert all(len(info.layout) == len(info.shape) for info in infos if info.layout is not None)
+
+
+class GridAttention(nn.Module):
+    """A grid whose positions are the tokens of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(8, 8), nn.Identity()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.linear(x).flatten(1, 2)
+        return self.last(self.attention(tokens, tokens, tokens)[0].unflatten(1, x.shape[1:3])).mean((1, 2))
+
+
+def test_tokens_of_a_grid() -> None:
+    """What shows that a grid's merged positions are tokens is not lost where they are split and merged again."""
+    assert outputs(surveyed(seeded(GridAttention(), 1), 4, 6, 8))["attention#0"] == "NTC"
+
+
 def test_linears_over_tokens() -> None:
     """A Linear that mixes tokens works on turned rows of channels; all else stays (N, tokens, C)."""
     name, mixed = "resmlp_12_224", "linear_tokens"

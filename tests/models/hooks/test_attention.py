@@ -416,6 +416,53 @@ def test_folded_in_a_part() -> None:
     assert not changed["attention"].any()
 
 
+class TwoProjecting(nn.Module):
+    """Two modules of as many heads, or not, with one part that computes for both."""
+
+    def __init__(self, *heads: int) -> None:
+        super().__init__()
+        self.first, self.second = Projecting(), Projecting()
+        self.second.dot = self.first.dot
+        self.first.heads, self.second.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).mean(1)
+
+
+@pytest.mark.parametrize(("heads", "owners"), [((2, 2), {"first.dot", "second.dot"}), ((2, 4), set()), ((1, 1), set())])
+def test_a_part_of_several(heads: tuple[int, int], owners: set[str]) -> None:
+    """A part for two modules has their heads if these agree; a single head says nothing of three axes."""
+    layers = surveyed(seeded(TwoProjecting(*heads), 7).eval(), 5, 8).layers
+    assert {name for name, layer in layers.items() if layer.has_attention} == owners
+
+
+class GatedDotProduct(nn.Module):
+    """Attention of four axes, and a softmax of three that is none."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor) -> Tensor:
+        out = functional.softmax(query @ key.transpose(2, 3), dim=-1) @ value
+        return out.transpose(1, 2).flatten(2) * functional.softmax(gate, dim=-1)
+
+
+class Gated(nn.Module):
+    """Leaves attention to a part that also gates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.qkv = nn.Linear(8, 32)
+        self.dot = GatedDotProduct()
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value, gate = self.qkv(x).chunk(4, -1)
+        return self.dot(heads_of(query, 2), heads_of(key, 2), heads_of(value, 2), gate).mean(1)
+
+
+def test_a_gate_beside_attention() -> None:
+    """What would be attention in a forward of twice as many rows is no attention in one of one row either."""
+    assert not any(layer.has_attention for layer in surveyed(seeded(Gated(), 1).eval(), 5, 8).layers.values())
+
+
 class ThreeQueries(nn.Module):
     """Says that it has two heads, and mixes three things for each row, whatever they are."""
 

@@ -265,3 +265,20 @@ def test_alone_and_together(known: tuple[nn.Module, Catalog], objective: Objecti
         for result in plan.results:
             found = taken.select(share)[result.capture].values
             torch.testing.assert_close(found, alone[result.key], rtol=1e-4, atol=1e-6, msg=f"{result.key} {share}")
+
+
+class Comparing(Tensor):
+    """Says when it equals another, so that it has no hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> Any:
+        return Tensor.__eq__(self, other)  # type: ignore[arg-type]
+
+
+def test_state_without_a_hash() -> None:
+    """What a model keeps between forwards may be tensors of a class of its own."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).eval()
+    plan = planned(surveyed(module, 3), Operation("zero"), "0", "0")
+    module.register_buffer("table", torch.zeros(3).as_subclass(Comparing))
+    assert not run_plan(module, randoms(2, 3), plan)["0"].any()
