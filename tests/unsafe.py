@@ -44,8 +44,8 @@ NEEDS = {name: f" otherwise than in a call with {keyword}={value}" for name, (ke
 KEYWORDS = {"weights_only": True, "allow_pickle": False, "trust_remote_code": False}
 IMPORTERS = frozenset(["importlib.import_module", "builtins.__import__"])
 BUILTINS = frozenset(["eval", "exec", "compile", "__import__"])
-# Where a module is named by the operator's configuration, which no request reaches, or by a table of our own.
-MAY_IMPORT_ANY = frozenset(["models/sources/python.py", "models/sources/build.py"])
+# Where a module is named by the operator's configuration, which no request reaches, or by our own code.
+MAY_IMPORT_ANY = frozenset(["models/grammar.py", "models/sources/python.py", "models/sources/build.py"])
 # What our own processes say to each other: no file and no request gets there.
 MAY_PICKLE = frozenset(["service/engine/execute/processes/channel.py"])
 
