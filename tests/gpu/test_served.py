@@ -28,7 +28,7 @@ pytestmark = on_accelerator
 LEFT_BYTES = 2**19 if IS_SIMULATED else 200 * 2**20  # for a batch of 16 rows, which takes more
 LAYERS = ("layer1", "avgpool", "layer2.0.bn1,layer3", "fc", "*.relu#*", "conv1:input")
 # Kernels of the simulated device are the CPU's: what differs with architectures and dtypes is shown there.
-NETS = product(("resnet18", "swin_t", "vit_b_32"), ("float32", "bfloat16", "float16"))
+NETS = tuple(product(("resnet18", "swin_t", "vit_b_32"), ("float32", "bfloat16", "float16")))
 SIMULATED_NETS = (("resnet18", "float32"), ("resnet18", "bfloat16"))
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
