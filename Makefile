@@ -27,7 +27,7 @@ test: $(STAMP) ## Run the quick tests, as many at once as there are cores; pytes
 	$(PARALLEL) $(ARGS)
 
 test-all: $(STAMP) ## Run the slow tests too, and those of accelerators on a simulated one, which is built once
-	@$(BIN)/python -m tests.gpu.simdev.build || [ $$? -eq 2 ]  # 2: there is no compiler
+	@$(BIN)/python -m tests.gpu.simdev.build || [ $$? -eq 2 ]  # 2: nothing to build it with
 	$(PARALLEL) -m 'not gpu and not hard' $(ARGS)
 
 # Tests that use most of the other packages, without those that need the dev extra.

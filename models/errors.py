@@ -77,19 +77,25 @@ def find_own_line(error: BaseException) -> FrameSummary | None:
     return next((frame for frame in reversed(frames) if not frame.filename.startswith(LIBRARIES)), None)
 
 
+def list_causes(error: BaseException) -> list[BaseException]:
+    """An error and all errors that led to it, each once."""
+    causes: dict[int, BaseException] = {}
+    rest: list[BaseException | None] = [error]
+    while rest:
+        each = rest.pop()
+        if each is not None and id(each) not in causes:
+            causes[id(each)] = each
+            rest += [each.__cause__, each.__context__]
+    return list(causes.values())
+
+
 def clear_tracebacks(error: BaseException) -> None:
     """Drop the frames of an error and of its causes.
 
     They hold batches and requests, and a model may keep the error that it raises.
     """
-    rest: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while rest:
-        each = rest.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            each.__traceback__ = None
-            rest += [each.__cause__, each.__context__]
+    for each in list_causes(error):
+        each.__traceback__ = None
 
 
 @dataclass(frozen=True)

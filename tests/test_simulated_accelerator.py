@@ -31,9 +31,10 @@ from tests.gpu.simdev.build import find_folder
 from tests.service.load_server import ROOT
 
 SHOWN = 6000  # characters of what the tests say
-TESTS_S = 280
+TESTS_S = 840
 
 
+@pytest.mark.timeout(900)
 def test_on_a_simulated_accelerator() -> None:
     """All that is true of a GPU, but what only CUDA does, is true of a device whose streams compute when they like."""
     folder = find_folder()

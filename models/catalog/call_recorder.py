@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from layertap.models.catalog.axes import ATTENTION, Axes
 from layertap.models.catalog.axis_tracker import AxisTracker
 from layertap.models.catalog.catalog import CallBoundary, TensorInfo
-from layertap.models.devices.devices import dtype_name, is_accelerator
+from layertap.models.devices.devices import dtype_name
 from layertap.models.devices.memory import Forward, Inputs
 from layertap.models.devices.transfer import to_plain, view_bytes
 from layertap.models.hooks import attention
@@ -59,13 +59,12 @@ class Sketch:
         """The sketch of a tensor of any dtype; what marks a masked entry counts as zero."""
         plain = to_plain(tensor)
         real = torch.view_as_real(plain) if plain.is_complex() else plain
-        # Of a large tensor a number in every so many: as telling, and a survey stays a few forwards long.
-        values = real.flatten()[:: 1 + real.numel() // MAX_NUMBERS].to(torch.float32)
+        # Of a large tensor a number in every so many: as telling, and a survey stays a few forwards long. On the host,
+        # because some accelerators have no float64.
+        values = real.flatten()[:: 1 + real.numel() // MAX_NUMBERS].to("cpu", torch.float32)
         is_number = values.abs() < MASK_VALUE
         values = torch.where(is_number, values, 0.0)
-        # Only those of the host are kept: memory of a device is for models.
-        make = _make_weights.__wrapped__ if is_accelerator(values.device) else _make_weights
-        weights = make(values.device)[: values.numel()]
+        weights = _make_weights()[: values.numel()]
         parts = functional.pad(values * weights, (0, -values.numel() % BINS)).view(-1, BINS).sum(0)
         norm = float(values.norm(dtype=torch.float64))
         masked = values.numel() - int(is_number.sum())
@@ -343,9 +342,9 @@ def _sum_bits(tensor: Tensor) -> int:
 
 
 @lru_cache
-def _make_weights(device: torch.device) -> Tensor:
+def _make_weights() -> Tensor:
     """As many numbers as are looked at, as good as random, and everywhere the same."""
-    weights = torch.arange(1, MAX_NUMBERS + 1, device=device, dtype=torch.float32)  # from 1: that of 0 would be 0
+    weights = torch.arange(1, MAX_NUMBERS + 1, dtype=torch.float32)  # from 1: that of 0 would be 0
     return weights.mul_(12.9898).sin_().mul_(43758.5453).frac_()
 
 

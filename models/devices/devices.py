@@ -30,6 +30,7 @@ CUDA_ONLY = {
     "cuda_graphs": "a graph that is compiled for the device",
     "compile": "Triton and a C++ compiler",
 }
+WITHOUT_FLOAT64 = "mps"  # which some poolings and checks need
 UNKNOWN_BYTES = 2**62  # free memory of a device that does not report it: only settings limit its forwards
 
 
@@ -60,15 +61,17 @@ def list_accelerators() -> list[torch.device]:
 def resolve_device(name: str) -> torch.device:
     """The device that a configuration names; LoadError if it does not exist.
 
-    ``auto`` is the accelerator with the most free memory, or the CPU if there is none.
+    ``auto`` is the accelerator with the most free memory, or the CPU if there is none with float64.
     """
     kind, index = parse_device(name)
-    found = {str(device): device for device in list_accelerators()} if kind != "cpu" else {}
-    if kind == "auto" and len(found) > 1:
-        return max(found.values(), key=measure_free_bytes)  # a device that is asked takes some of its memory
-    if kind == "cpu" or (kind == "auto" and not found):
+    if kind == "cpu":
         return torch.device("cpu")
-    full_name = f"{kind}:{index}" if kind != "auto" else next(iter(found))
+    found = {str(each): each for each in list_accelerators() if kind != "auto" or each.type != WITHOUT_FLOAT64}
+    if kind == "auto":
+        if len(found) > 1:
+            return max(found.values(), key=measure_free_bytes)  # a device that is asked takes some of its memory
+        return next(iter(found.values()), torch.device("cpu"))
+    full_name = f"{kind}:{index}"
     if full_name not in found:
         known = ", ".join(("auto", "cpu", *found))
         raise LoadError(f"there is no device {escape(name)} on this machine", hint=f"use one of {known}")
@@ -90,7 +93,9 @@ def measure_free_bytes(accelerator: torch.device) -> int:
     """Bytes that are free on an accelerator now; ``UNKNOWN_BYTES`` if it does not report them."""
     try:
         return torch.accelerator.get_memory_info(accelerator)[0]
-    except NotImplementedError:  # its allocator has no such figure
+    except torch.AcceleratorError:
+        raise
+    except RuntimeError:  # its allocator has no such figure
         return UNKNOWN_BYTES
 
 

@@ -9,12 +9,15 @@ on how many requests have results that wait to be sent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from math import prod
 
 import torch
 from torch import Tensor
 
 from layertap.models.devices.devices import is_accelerator, list_accelerators
+from layertap.models.devices.memory import is_out_of_memory
+from layertap.models.errors import LayertapError, list_causes
 
 ALIGNMENT = 16  # bytes; enough for every dtype
 MAX_PINNED_BYTES = 2**26  # of one batch, or of one batch's results; larger ones use pageable memory
@@ -39,23 +42,34 @@ def synchronize_stream(device: torch.device) -> None:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a device gives nothing but errors, asked after an error that may come from one."""
-    while not isinstance(error, torch.AcceleratorError):
-        cause = error.__cause__ or error.__context__
-        if cause is None:
-            return False
-        error = cause
+    """Whether a device of which this process has memory gives nothing but errors, asked after any error.
+
+    Not if the error says that memory is short, or is no other code's.
+    """
+    causes = list_causes(error)
+    if any(map(is_out_of_memory, causes)) or all(isinstance(each, LayertapError) for each in causes):
+        return False
     try:
-        list(map(synchronize, list_accelerators()))
-    except RuntimeError:
-        return True
+        for device in filter(_has_memory, list_accelerators()):
+            synchronize(device)
+    except RuntimeError as found:
+        return not is_out_of_memory(found)
     return False
+
+
+def _has_memory(device: torch.device) -> bool:
+    """Whether this process has memory of a device: to ask another one for anything would take some of it."""
+    try:
+        return torch.accelerator.memory_reserved(device) > 0
+    except RuntimeError:  # its allocator has no such figure
+        return True
 
 
 def release_memory() -> None:
     """Release torch's cached memory of accelerators; none is initialised for it."""
     if torch.accelerator.current_accelerator() is not None:
-        torch.accelerator.empty_cache()
+        with suppress(RuntimeError):  # a device that is lost, or whose allocator releases nothing
+            torch.accelerator.empty_cache()
 
 
 def to_device(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.devices import memory, transfer
-from layertap.models.devices.devices import TOLERANCE, use_threads
+from layertap.models.devices.devices import TOLERANCE, is_accelerator, use_threads
 from layertap.models.errors import (
     LayertapError,
     OutOfMemoryError,
@@ -107,7 +107,8 @@ class BatchRunner:
         count = _count_rows(parts)
         rows = max(self._padded_rows or 0, count)
         self._failures.out_of_memory += 1
-        transfer.release_memory()
+        if is_accelerator(self._model.device):
+            transfer.release_memory()
         if rows == count and (count < 2 or self._batch.unsplittable):
             return _refuse(parts, error)
         self._failures.memory_splits += 1

@@ -45,6 +45,7 @@ LONGEST_LOAD_S = 60.0  # the longest wait that a caller is told while a model lo
 TRIES_AT_ONCE = 4  # to load a model again whose process was killed, or died soon after
 FIRST_PAUSE_S = 1.0  # before the next one; doubled each time, and with the longest one the model has failed
 LONGEST_PAUSE_S = 60.0
+DEVICE_S = 30.0  # in which a device answers
 PASSING = frozenset[Failure]({"killed", "memory", "lost"})  # failures after which it is loaded again
 FAILED_RETRY_S = 60.0
 OWN_CODE = frozenset[Failure]({"code", "forward", "other"})  # failures of the operator's own code, certain or possible
@@ -244,7 +245,7 @@ class ModelHandle:
             try:
                 await (self.executor.restart() if self._has_loaded else self._begin())
             except Exception as error:
-                if await asyncio.to_thread(transfer.is_lost, error):
+                if await _loses_device(error):
                     self._scheduler.fail_permanently(LOST_DEVICE)
                 kind = error.kind if isinstance(error, LoadError) else ""
                 deaths = 1 + (deaths if kind == "killed" else max(deaths, TRIES_AT_ONCE))
@@ -428,3 +429,11 @@ def _choose_pause(deaths: int) -> float:
     """Seconds until a model is loaded again whose process has died so many times in a row."""
     more = deaths - TRIES_AT_ONCE
     return min(FIRST_PAUSE_S * 2.0 ** min(more - 1, 10), LONGEST_PAUSE_S) if more > 0 else 0.0
+
+
+async def _loses_device(error: Exception) -> bool:
+    """Whether a device is lost, by an error of a load; a device that does not answer is."""
+    try:
+        return await asyncio.wait_for(asyncio.to_thread(transfer.is_lost, error), DEVICE_S)
+    except TimeoutError:
+        return True

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from layertap.models.devices import transfer
-from layertap.models.devices.devices import resolve_device
+from layertap.models.devices.devices import is_accelerator, resolve_device
 from layertap.models.devices.memory import measure_available_bytes
 from layertap.models.errors import LayertapError
 from layertap.models.registry import ModelEntry, Registry
@@ -403,8 +403,10 @@ class ModelManager:
             log.info("a checkpoint was read", extra={"fields": {"model": entry.spec.name, **report}})
         executor = self._create_executor(model)
         entry.memory_bytes = executor.memory_bytes
-        for device in map(resolve_device, set(executor.devices)):
+        devices = list(map(resolve_device, set(executor.devices)))
+        for device in devices:
             transfer.synchronize(device)  # threads with streams of their own use its tensors
+        if any(map(is_accelerator, devices)):
             transfer.release_memory()
         return executor
 

@@ -16,7 +16,8 @@ from layertap.service.engine.batch_key import BatchKey
 from layertap.service.settings import Settings
 
 MAX_KEYS = 8 * MAX_CATALOGS  # without and with graphs, from the input or from a layer, compiled
-MEMORY_SHARES = 0.25, 0.8  # of the memory of the host and of an accelerator that is free at loading: for forwards
+# For tensors of forwards, of what is free at loading on the host and on an accelerator, whose kernels take some, too.
+MEMORY_SHARES = 0.25, 0.6
 
 
 class BatchKeyCache:

@@ -1,6 +1,7 @@
 """Build the simulated accelerator: ``python -m tests.gpu.simdev.build`` prints the folder that goes on PYTHONPATH.
 
-Once for each version of torch and of the sources; it takes a C++ compiler and most of a minute. Status 2 without one.
+Once for each version of torch and of the sources; it takes Linux, a C++ compiler, Python's headers
+and most of a minute. Status 2 where one is missing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-SOURCES = HERE / "simdev.cpp", HERE / "backend.py"
+SOURCES = HERE / "simdev.cpp", HERE / "backend.py", Path(__file__)
 BUILT = Path(__file__).parents[3] / ".venvs" / "simdev"
 OPTIONS = (
     "-std=c++20",
@@ -62,17 +63,20 @@ def build(compiler: str) -> Path:
         shutil.copy(HERE / "backend.py", made / "simdev" / "__init__.py")
         paths = (*(f"-I{each}" for each in includes), str(SOURCES[0]), "-o", str(made / "simdev" / "_C.so"))
         subprocess.run([compiler, *OPTIONS, *paths, *libraries], check=True)
-        for old in BUILT.glob(f"{torch.__version__}-*"):
-            shutil.rmtree(old)
-        made.rename(folder)
+        try:
+            made.rename(folder)
+        except OSError:  # another process was quicker
+            if not folder.exists():
+                raise
     return folder
 
 
 def main() -> int:
     """Build it, and print the folder."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        print("there is no C++ compiler for the simulated accelerator", file=sys.stderr)  # noqa: T201
+    has_headers = (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    if compiler is None or not has_headers or sys.platform != "linux":
+        print("the simulated accelerator needs Linux, a C++ compiler and Python.h", file=sys.stderr)  # noqa: T201
         return 2
     print(build(compiler))  # noqa: T201
     return 0
