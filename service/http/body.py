@@ -51,7 +51,7 @@ def unpack(data: bytes, size: int, limit: int) -> bytes:
     except zlib.error:
         unpacked = b""
     if len(unpacked) > limit:
-        raise too_large_error(f"more than {limit}, unpacked,", limit)
+        raise too_large_error(f"more than {limit}", limit, "the unpacked body")
     if not unpacker.eof or unpacker.unused_data:
         raise BadRequestError("the body is not one whole gzip member", hint="have the client library pack it")
     return unpacked
@@ -94,9 +94,9 @@ def _broken_error() -> BadRequestError:
     return BadRequestError("the multipart body is broken", hint="let the client library write it, boundary included")
 
 
-def too_large_error(size: str, limit: int) -> TooLargeError:
+def too_large_error(size: str, limit: int, name: str = "the body") -> TooLargeError:
     """The error of a body over the limit."""
-    return TooLargeError(f"the body has {size} bytes, the limit is {limit}", hint="send fewer or smaller inputs")
+    return TooLargeError(f"{name} has {size} bytes, the limit is {limit}", hint="send fewer or smaller inputs")
 
 
 def load_json(data: bytes, max_numbers: int | None = None, name: str = "the body") -> Any:
