@@ -40,7 +40,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether a device has memory and streams of its own; all code that an accelerator needs asks this."""
+    """Whether a device is an accelerator: tensors are copied to it, and work on it must be waited for."""
     return device.type != "cpu"
 
 

@@ -20,7 +20,7 @@ Forward = Callable[[Inputs], object]
 OUT_OF_MEMORY_MESSAGES = (
     *("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
     *("OUT_OF_DEVICE_MEMORY", "OUT_OF_HOST_MEMORY"),  # of Intel's driver
-    "error: out of memory",  # from another driver, or from an allocator that raises no class of its own
+    "error: out of memory",  # from the driver of another kind, as a plain RuntimeError
 )
 CGROUPS: Mapping[str, Path] = {"": Path("/sys/fs/cgroup"), "memory": Path("/sys/fs/cgroup/memory")}  # versions 2, 1
 CGROUP_FILES = (

@@ -45,7 +45,7 @@ def test_names() -> None:
 
 @simulated_only
 def test_what_only_cuda_does() -> None:
-    """Each of the four says what it needs, and a model that asks for them loads without."""
+    """Each of the four says what it needs."""
     for setting, needs in devices.CUDA_ONLY.items():
         assert find_lack(DEVICE, setting) == f"{setting} needs CUDA, and {needs}"
         assert find_lack(torch.device("cpu"), setting) == "there is no GPU"

@@ -46,7 +46,7 @@ def order(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @contextmanager
 def own_thread(device: torch.device = DEVICE) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Calls functions in a thread with a stream of its own."""
+    """Calls functions in another thread, which has another stream."""
     with ThreadPoolExecutor(1, initializer=transfer.use_own_stream, initargs=(device,)) as pool:
         yield lambda function: pool.submit(function).result()
 
@@ -123,7 +123,7 @@ def test_another_thread_uses_what_was_waited_for(order: None) -> None:
 
 
 def test_wait_for_all_threads(order: None) -> None:
-    """A wait for the device includes the work of threads with streams of their own."""
+    """A wait for the device includes the work of other threads in other streams."""
     value = numbers(4) / SIDE
     with own_thread() as one, own_thread() as other:
         result = one(lambda: squared(value.to(DEVICE)))

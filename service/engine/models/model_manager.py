@@ -405,7 +405,7 @@ class ModelManager:
         entry.memory_bytes = executor.memory_bytes
         devices = list(map(resolve_device, set(executor.devices)))
         for device in devices:
-            transfer.synchronize(device)  # threads with streams of their own use its tensors
+            transfer.synchronize(device)  # other threads use its tensors, in other streams
         if any(map(is_accelerator, devices)):
             transfer.release_memory()
         return executor

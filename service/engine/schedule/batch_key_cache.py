@@ -44,9 +44,8 @@ class BatchKeyCache:
     ) -> BatchKey:
         """The key of rows of a shape.
 
-        Rows whose forward keeps a graph, which begins at ``anchors``, begins in the middle, or is compiled, have keys
-        of their own; so do rows that affect each other and run in one forward, and those of which each needs a forward
-        of its own (``single_row``).
+        Separate keys have rows whose forward keeps a graph, which begins at ``anchors``, begins in the middle, or is
+        compiled; rows that affect each other and run in one forward; and rows that each run alone (``single_row``).
         """
         costs = compiled.costs if compiled else catalog.costs if anchors is None else catalog.graph_costs
         single_row = single_row or (catalog.crosses_rows and not unsplittable)

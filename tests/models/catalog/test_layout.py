@@ -134,24 +134,6 @@ def test_a_letter_for_each_axis() -> None:
     assert all(len(info.layout) == len(info.shape) for info in infos if info.layout is not None)
 
 
-class GridAttention(nn.Module):
-    """A grid whose positions are the tokens of attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.last = nn.Linear(8, 8), nn.Identity()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.linear(x).flatten(1, 2)
-        return self.last(self.attention(tokens, tokens, tokens)[0].unflatten(1, x.shape[1:3])).mean((1, 2))
-
-
-def test_tokens_of_a_grid() -> None:
-    """What shows that a grid's merged positions are tokens is not lost where they are split and merged again."""
-    assert outputs(surveyed(seeded(GridAttention(), 1), 4, 6, 8))["attention#0"] == "NTC"
-
-
 def test_linears_over_tokens() -> None:
     """A Linear that mixes tokens works on turned rows of channels; all else stays (N, tokens, C)."""
     name, mixed = "resmlp_12_224", "linear_tokens"

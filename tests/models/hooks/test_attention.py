@@ -380,7 +380,7 @@ def test_three_axes(says_heads: bool) -> None:
 
 
 class DotProduct(nn.Module):
-    """Attention without weights of its own, and a dropout."""
+    """Attention without parameters, and a dropout."""
 
     def __init__(self) -> None:
         super().__init__()
