@@ -9,15 +9,20 @@ import torch
 from torch import Tensor, nn
 
 
+def draw_weights(module: nn.Module) -> None:
+    """Give a module weights of its own generator: another model's dropout may use torch's meanwhile."""
+    generator = torch.Generator().manual_seed(0)
+    for each in module.parameters():
+        nn.init.uniform_(each, -0.35, 0.35, generator=generator)
+
+
 class Two(nn.Module):
     """Two linear layers with the weights of a seed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        generator = torch.Generator().manual_seed(0)  # another model's dropout may use torch's own meanwhile
-        for each in self.parameters():
-            nn.init.uniform_(each, -0.35, 0.35, generator=generator)
+        draw_weights(self)
         self.prepare()
 
     def prepare(self) -> None:
@@ -229,8 +234,8 @@ class Table(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.stem, self.head = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 5)
+        draw_weights(self)
         self.table: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
