@@ -91,7 +91,7 @@ class TensorInfo:
         if tokens is None or not self.token_axes:
             return self
         shape = tuple(tokens if axis in self.token_axes else size for axis, size in enumerate(self.shape))
-        return replace(self, shape=shape)
+        return self if shape == self.shape else replace(self, shape=shape)
 
     def index_select(self, indices_by_axis: Mapping[str, Sequence[int]]) -> TensorInfo:
         """The same with some indices along some axes, by layout letter; ValueError if it has no such axis."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -17,6 +18,7 @@ from layertap.models.spec import Decode, InputSpec, LeftPadding, Shapes, Tower, 
 Encode = Callable[[str, int, Truncate], tuple[list[int], int]]
 POSITIONS = "position_ids"  # the argument for the position of each token in its text
 MIN_PADDED_LENGTH = 8  # tokens of the smallest bucket; each further bucket has twice as many
+TOKEN_STEP = 4  # a forward has a multiple of so many tokens, so that there are few lengths
 SURVEY_TOKENS = 32  # tokens of the row for a model's survey
 
 
@@ -63,6 +65,24 @@ class TextSpec:
         while size < tokens:
             size *= 2
         return min(size, self.max_tokens)
+
+    def cut_padding(self, pieces: Sequence[Mapping[str, Tensor]], least: int) -> Sequence[Mapping[str, Tensor]]:
+        """Rows of one length without the padding behind the longest text, and behind ``least`` tokens; views.
+
+        At least half of the length is left: a survey has seen what a forward does at both.
+        """
+        if self.mask is None or not self.takes_text or self.mask not in pieces[0]:
+            return pieces
+        masks = [piece[self.mask] for piece in pieces]
+        size = masks[0].shape[1]
+        longest = max(size - int(mask.any(0).flip(0).int().argmax()) for mask in masks)
+        tokens = math.ceil(max(longest, least, size // 2) / TOKEN_STEP) * TOKEN_STEP
+        if tokens >= size:
+            return pieces
+        names = {each.name for each in self.inputs()}
+        return [
+            {name: value[:, :tokens] if name in names else value for name, value in each.items()} for each in pieces
+        ]
 
     def numbers(self, rows: Mapping[str, Tensor]) -> bool:
         """Whether the model must be given position ids, because left padding would shift the tokens' positions."""

@@ -36,6 +36,14 @@ class RequestSlice:
         """Its rows."""
         return self.start, self.stop
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether it needs as many tokens as its plan was made for, padding included."""
+        infos = [each.info for each in (*self.captures, *self.interventions)]
+        infos += [self.objective.info] if self.objective is not None else []
+        folded = any(info.merges_tokens or info.row_axis in info.token_axes for info in infos)
+        return folded or bool(self.calls) or any(each.info.token_axes and each.length is None for each in self.captures)
+
 
 @dataclass(frozen=True)
 class BatchActivations:

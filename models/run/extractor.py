@@ -337,7 +337,9 @@ class FeatureExtractor:
 
     def _find_misfit(self, tensor: Tensor, tap: Tap) -> InputError | None:
         """What is wrong with a tensor that is not what its catalog says."""
-        shape, expected = tuple(RowTensor.from_hook(tensor, tap.info).value.shape), tap.info.shape_for(self._row_count)
+        tokens = None if self._token_mask is None else self._token_mask.shape[1]
+        expected = tap.info.with_length(tokens).shape_for(self._row_count)
+        shape = tuple(RowTensor.from_hook(tensor, tap.info).value.shape)
         if shape == expected and dtype_name(tensor.dtype) == tap.info.dtype:
             return None
         difference = f"is {dtype_name(tensor.dtype)} {list(shape)}, not {tap.info.dtype} {list(expected)}"

@@ -140,6 +140,13 @@ class LoadedModel(ModelInfo):
             return None if isinstance(error, MemoryError) or memory.is_out_of_memory(error) else error
         return None
 
+    def cut_padding(self, pieces: Sequence[Inputs], slices: Sequence[RequestSlice]) -> Sequence[Inputs]:
+        """Rows of texts without the padding that no text needs, unless a result has entries for it; views."""
+        if self.text is None or any(each.depends_on_length for each in slices):
+            return pieces
+        lengths = [each.length or 0 for request in slices for each in request.captures]
+        return self.text.cut_padding(pieces, max(lengths, default=0))
+
     def run_rows(
         self, replica: Replica, pieces: Sequence[Inputs], padding: int, resumption: Resumption | None
     ) -> object:

@@ -139,9 +139,12 @@ class BatchRunner:
         stops = list(accumulate(each.rows for _, each in parts))
         requests = [_make_request_slice(each, stop) for (_, each), stop in zip(parts, stops, strict=True)]
         started = time.perf_counter()
-        pieces = [each.inputs for _, each in parts]
+        pieces: Sequence[Rows] = [each.inputs for _, each in parts]
+        spec = parts[0][1].spec
+        if self._padded_rows is None and spec.resumption is None and spec.compiled is None:
+            pieces = self._model.cut_padding(pieces, requests)
         with use_threads(self._batch.slots if stops[-1] > 1 else self._batch.single_row_slots):
-            activations = self._forward(pieces, requests, parts[0][1].spec, self._padded_rows)
+            activations = self._forward(pieces, requests, spec, self._padded_rows)
             may_check = self._check_every and stops[-1] > 1 and not self._batch.unsplittable
             if may_check and not self._check(pieces, requests, parts, activations):
                 return []
@@ -163,7 +166,7 @@ class BatchRunner:
         ]
 
     def _check(
-        self, pieces: list[Rows], requests: list[RequestSlice], parts: Sequence[Part], activations: BatchActivations
+        self, pieces: Sequence[Rows], requests: list[RequestSlice], parts: Sequence[Part], activations: BatchActivations
     ) -> bool:
         """Whether rows of the kinds that are due are what they are alone; else all rows of the forward run alone."""
         check, tolerance = self._model.row_check, TOLERANCE[self._model.spec.precision]
@@ -200,7 +203,7 @@ class BatchRunner:
         return select_row(self._forward([copies], [one], spec).select(one), 0)
 
     def _forward(
-        self, pieces: list[Rows], requests: list[RequestSlice], first: ForwardSpec, padded_rows: int | None = None
+        self, pieces: Sequence[Rows], requests: list[RequestSlice], first: ForwardSpec, padded_rows: int | None = None
     ) -> BatchActivations:
         resumption = first.resumption
         if first.verified_by is None:  # a request that is verified runs alone
