@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from statistics import median
 from typing import TypeVar
 
@@ -36,8 +37,11 @@ CLEAR_SHARE = 0.8  # the share of rounds that must agree
 MAX_FORWARD_S = 3.0  # a larger forward that is expected to take longer is not run
 MIN_THREADED_S = 0.005  # a faster forward has too little work for several threads
 MIN_SPEEDUP = 1.15  # if all threads are not this much faster than one, one is used
+MIN_OWN_SHARE = 0.3  # of the time, for which a forward computes in its own thread; else it waits, or others compute
 T = TypeVar("T")
-Rounds = dict[str, list[float]]  # seconds, by kind of forward
+Seconds = tuple[float, float]  # of a forward, and of them those in which its thread computed
+Rounds = dict[str, list[Seconds]]  # by kind of forward
+WALL, OWN = itemgetter(0), itemgetter(1)
 
 
 def survey_configured(
@@ -108,13 +112,12 @@ def measure_costs(
     """Measure how long forwards take; ``row`` is a batch of one, which is not modified.
 
     Runs forwards without grad, in the calling thread, which must own the module: in turn one row, several rows, and on
-    a CPU one row with ``max_threads`` threads. The minimum counts, because noise only adds time; the speedup is the
-    median over pairs of consecutive forwards, and 1 if it is below ``MIN_SPEEDUP``.
+    a CPU one row with ``max_threads`` threads. The minimum counts, because noise only adds time; on a CPU that of the
+    thread's own time, to which other processes add nothing, unless it mostly waits. The speedup is the median over
+    pairs of consecutive forwards, and 1 if it is below ``MIN_SPEEDUP``.
     """
     with torch.no_grad(), use_threads(1):
-        start = time.thread_time()
-        one = _measure_seconds(forward, row, device)
-        busy = time.thread_time() - start  # CPU time only: waiting on a busy machine can't be parallelised
+        one, busy = _measure_seconds(forward, row, device)
         if one > MAX_FORWARD_S:
             return Costs(0.0, one, row_bytes)
         kinds = {"one": (row, 1)}
@@ -123,8 +126,10 @@ def measure_costs(
         if not is_accelerator(device) and max_threads > 1 and busy >= MIN_THREADED_S:
             kinds["all_cores"] = (row, max_threads)
         rounds = _measure_rounds(forward, kinds, device)
-    one = min(rounds["one"])
-    several = min(rounds.get("several", [one * BATCH_ROWS]))
+    own, wall = (min(map(clock, rounds["one"])) for clock in (OWN, WALL))
+    clock = OWN if own > MIN_OWN_SHARE * wall and not is_accelerator(device) else WALL
+    one = min(map(clock, rounds["one"]))
+    several = min(map(clock, rounds["several"])) if "several" in rounds else one * BATCH_ROWS
     per_row = min(max((several - one) / (BATCH_ROWS - 1), one / (2 * BATCH_ROWS)), one)
     speedup = median(_list_speedups(rounds) or [1.0])
     return Costs(one - per_row, per_row, row_bytes, speedup if speedup >= MIN_SPEEDUP else 1.0)
@@ -154,7 +159,8 @@ def _is_measured_again(name: str, number: int, seconds: float, rounds: Rounds) -
 
 def _list_speedups(rounds: Rounds) -> list[float]:
     """The speedup of a row on all cores over one core, round by round; none if they were not measured."""
-    return [one / all_cores for one, all_cores in zip(rounds["one"], rounds.get("all_cores", ()), strict=False)]
+    pairs = zip(rounds["one"], rounds.get("all_cores", ()), strict=False)
+    return [WALL(one) / WALL(all_cores) for one, all_cores in pairs]
 
 
 def _is_clear(speedups: Sequence[float]) -> bool:
@@ -163,9 +169,11 @@ def _is_clear(speedups: Sequence[float]) -> bool:
     return max(share, 1 - share) >= CLEAR_SHARE
 
 
-def _measure_seconds(forward: Forward, rows: Inputs, device: torch.device) -> float:
+def _measure_seconds(forward: Forward, rows: Inputs, device: torch.device) -> Seconds:
     batch = {name: value.clone() for name, value in rows.items()}
-    return time_call(lambda: forward(batch), device)[1]
+    start = time.thread_time()
+    _, seconds = time_call(lambda: forward(batch), device)
+    return seconds, max(time.thread_time() - start, 1e-6)
 
 
 def time_call(function: Callable[[], T], device: torch.device) -> tuple[T, float]:
@@ -189,10 +197,8 @@ def survey_shape(model: LoadedModel, shapes: Shapes, *, functions: bool = False)
             catalog = _resize(model, specs)
             if catalog is None:
                 catalog = _survey(model, specs)
-                # Memory is measured; time is scaled from that of the configured shape.
                 row_bytes = _measure_row_bytes(model.replica, make_noise_row(specs, model.device, model.dtype))
-                per_row = model.catalog.costs.per_row * catalog.seconds / model.catalog.seconds
-                costs = replace(model.catalog.costs, per_row=per_row, row_bytes=row_bytes)
+                costs = _scale_costs(model, catalog.seconds, row_bytes)
                 catalog = replace(catalog, costs=costs, tower=model.model_inputs.for_shapes(shapes).tower)
         model.catalogs.put_catalog(shapes, catalog)
     if functions and not catalog.has_functions:
@@ -235,9 +241,10 @@ def _survey(model: LoadedModel, specs: Sequence[InputSpec], *, functions: bool =
     tower = model.model_inputs.for_shapes(tuple(spec.shape for spec in specs))
     prefix = 0 if tower.tower == "texts" else model.prefix_tokens
     module, tolerance = model.module, TOLERANCE[model.spec.precision]
-    catalog = survey(
-        module, specs, model.replica, model.device, prefix, model.dtype, functions=functions, tolerance=tolerance
-    )
+    with use_threads(_count_threads(model)):
+        catalog = survey(
+            module, specs, model.replica, model.device, prefix, model.dtype, functions=functions, tolerance=tolerance
+        )
     traits = model.catalog.traits
     crosses_rows = catalog.crosses_rows or not traits.deterministic or model.catalogs.crossing is not None
     return replace(catalog, crosses_rows=crosses_rows, traits=traits)
@@ -249,9 +256,7 @@ def _resize(model: LoadedModel, specs: Sequence[InputSpec]) -> Catalog | None:
         return None  # for texts everything may depend on the length, and there are few lengths
     recorder = CallRecorder(model.module, look=lambda tensor: NO_SKETCH)
     watch = partial(recorder.watch, model.replica)
-    costs = model.catalog.costs
-    threads = model.threads if costs.speedup > 1 else 1  # as many as a request's forward uses
-    with torch.no_grad(), use_threads(threads), name_input_errors(specs):
+    with torch.no_grad(), use_threads(_count_threads(model)), name_input_errors(specs):
         row = make_noise(specs, model.device, model.dtype, rows=1)
         row_bytes, seconds = time_call(lambda: memory.measure_peak_bytes(watch, row, model.module), model.device)
         if seconds < QUICK_S:  # what watches it takes a part of that
@@ -259,9 +264,22 @@ def _resize(model: LoadedModel, specs: Sequence[InputSpec]) -> Catalog | None:
     catalog = resize_catalog(model.catalog, model.module, recorder, model.prefix_tokens)
     if catalog is None:
         return None
-    on_one_thread = seconds * (costs.speedup if threads > 1 else 1.0)
-    per_row = max(on_one_thread - costs.base, costs.per_row * seconds / model.catalog.seconds)
-    return replace(catalog, seconds=seconds, costs=replace(costs, per_row=per_row, row_bytes=row_bytes))
+    return replace(catalog, seconds=seconds, costs=_scale_costs(model, seconds, row_bytes))
+
+
+def _count_threads(model: LoadedModel) -> int:
+    """As many threads as a request's forward of one row uses."""
+    return model.threads if model.catalog.costs.speedup > 1 else 1
+
+
+def _scale_costs(model: LoadedModel, seconds: float, row_bytes: int) -> Costs:
+    """The costs of another shape by the seconds of a forward of one row on ``_count_threads`` threads.
+
+    What does not depend on the number of rows is as for the configured shape.
+    """
+    costs = model.catalog.costs
+    per_row = max(seconds * costs.speedup - costs.base, costs.per_row * seconds / model.catalog.seconds)
+    return replace(costs, per_row=per_row, row_bytes=row_bytes)
 
 
 def _measure_row_bytes(replica: Replica, row: Inputs) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from layertap.models.catalog.catalog import Costs
 
 MIN_EFFICIENT_ROWS = 4  # of an efficient forward, even if its fixed cost is zero
+MIN_EFFICIENT_S = 0.025  # of an efficient forward, as far as ``max_rows`` allows: a batch costs more than its forward
 MAX_FIXED_COST_RATIO = 0.1  # in an efficient forward: a row's share of the fixed cost, divided by the row's own cost
 MIN_PARALLEL_ROWS = 2  # of a forward that should not run as a single row, which may take all slots
 
@@ -38,7 +39,8 @@ class BatchKey:
 
     def __post_init__(self) -> None:
         self.padded_rows = self.max_rows if self.pads else None
-        rows = max(math.ceil(self.costs.base / (MAX_FIXED_COST_RATIO * self.costs.per_row)), MIN_EFFICIENT_ROWS)
+        by_cost = math.ceil(self.costs.base / (MAX_FIXED_COST_RATIO * self.costs.per_row))
+        rows = max(by_cost, MIN_EFFICIENT_ROWS, int(MIN_EFFICIENT_S / self.costs.per_row))
         self.efficient_rows = self.max_rows if self.pads else min(rows, self.max_rows)
 
     def count_few_rows(self, padded_rows: int | None) -> float:

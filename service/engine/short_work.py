@@ -18,11 +18,13 @@ def is_short(
     written_numbers: int = 0,
     parsed_bytes: int = 0,
     copied_bytes: int = 0,
+    tokenized_characters: int = 0,
 ) -> bool:
     """Whether work takes less than about half a millisecond, by what it has to do.
 
     ``results``: named arrays to go through. ``counted_numbers`` are summed or searched, ``checked_numbers`` compared
-    with a bound, ``written_numbers`` become text. ``parsed_bytes`` of JSON; ``copied_bytes`` of tensors or pictures.
+    with a bound, ``written_numbers`` become text. ``parsed_bytes`` of JSON; ``copied_bytes`` of tensors or pictures;
+    ``tokenized_characters`` by a quick tokenizer.
     """
     return (
         results <= 64
@@ -31,6 +33,7 @@ def is_short(
         and written_numbers <= 2**12
         and parsed_bytes <= 2**11
         and copied_bytes <= 2**20
+        and tokenized_characters <= 2**10
     )
 
 

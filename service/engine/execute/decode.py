@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -53,6 +54,11 @@ def try_to_decode(
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
         return [no_memory_error()]
+
+
+def refuse_here(given: object, *_: object) -> NoReturn:
+    """Takes the place of a tokenizer or an image processor that exists only in the model's own process."""
+    raise NotImplementedError(f"a {type(given).__name__} is to be sent to a worker")
 
 
 def no_memory_error() -> TooLargeError:

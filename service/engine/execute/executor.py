@@ -24,12 +24,13 @@ from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.batch import Batch, BatchResult, LastingFailure
 from layertap.service.engine.execute.batch_runner import BatchRunner, refuse
-from layertap.service.engine.execute.decode import try_to_decode
+from layertap.service.engine.execute.decode import refuse_here, try_to_decode
 from layertap.service.engine.execute.model_calls import CallOutcome, ModelFunction, call_model
 from layertap.service.engine.execute.processes.worker_pool import WorkerPool
 from layertap.service.engine.execute.threads import WorkerThread, start_single_threaded, wrap_error
 from layertap.service.engine.rows import ItemAttempts
-from layertap.service.inputs.items import LocalItem
+from layertap.service.engine.short_work import is_short
+from layertap.service.inputs.items import LocalItem, TextItem
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
@@ -53,6 +54,20 @@ class Decoder:
     def find_workers(self, items: Sequence[LocalItem], inputs: ModelInputs) -> Mapping[str, int] | None:
         """How many workers are idle, by device, one of which decodes these items; None if threads decode them."""
 
+    def decode_now(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts | None:
+        """The rows or errors of short texts, if this process has their tokenizer; None if others must decode them."""
+        text = inputs.text
+        if text is None or text.encode is None or text.encode is refuse_here or not text.is_fast:
+            return None
+        characters = 0
+        for item in items:
+            if not isinstance(item, TextItem):
+                return None
+            characters += len(item.text)
+        if not is_short(tokenized_characters=characters):
+            return None
+        return [try_to_decode(item, inputs, self._settings) for item in items]
+
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """Decode items: their rows or their errors.
 
@@ -70,8 +85,8 @@ class Executor(ABC):
     """Runs a model in one or several replicas. For the event loop only, except its creation.
 
     ``model``: the model's description; ``devices``: the device name of each replica; ``idle``: how many of them are
-    idle now, by device. ``decode``: that of its decoder; ``max_decode_items``: the most per call. ``decodes_batches``:
-    whether a batch may contain encoded pictures.
+    idle now, by device. ``decode`` and ``decode_now`` are its decoder's; ``max_decode_items``: the most per call.
+    ``decodes_batches``: whether a batch may contain encoded pictures.
     """
 
     decodes_batches = False
@@ -80,7 +95,7 @@ class Executor(ABC):
         self.model = model
         self.devices = tuple(devices)
         self.idle = dict.fromkeys(devices, 0)
-        self.decode = decoder.decode
+        self.decode, self.decode_now = decoder.decode, decoder.decode_now
         self.find_decoders = decoder.find_workers
         self.max_decode_items = decoder.max_items
         self._pool = decoder.pool

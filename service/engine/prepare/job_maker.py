@@ -97,6 +97,10 @@ class JobMaker:
         """The rows of each item in the scheduler's slots, or its errors."""
         # Inputs that name another share its item, which is decoded once.
         local = {id(item): item for _, item in items if not isinstance(item, LayertapError)}
+        now = planned.handle.executor.decode_now([*local.values()], planned.inputs)
+        if now is not None:
+            decoded = dict(zip(local, now, strict=True))
+            return [[item] if isinstance(item, LayertapError) else decoded[id(item)] for _, item in items]
         local = dict(sorted(local.items(), key=lambda each: _is_large(each[1])))
         small = sum(not _is_large(item) for item in local.values())
         rest = [*local.values()]

@@ -124,9 +124,9 @@ def test_costs_by_hand(
     """Seconds of a batch, of each row and the speedup, from forwards whose times are known and sometimes disturbed."""
     calls = count(1)
 
-    def take(forward: object, rows: Rows, device: object) -> float:
+    def take(forward: object, rows: Rows, device: object) -> tuple[float, float]:
         seconds = (1 + len(rows["x"])) / 16 / (gain if torch.get_num_threads() > 1 else 1)
-        return seconds * (1 if next(calls) % 7 else 16)
+        return seconds * (1 if next(calls) % 7 else 16), seconds
 
     monkeypatch.setattr(model_catalogs, "MIN_THREADED_S", 0.0)
     monkeypatch.setattr(model_catalogs, "_measure_seconds", take)
@@ -137,7 +137,7 @@ def test_costs_by_hand(
 def test_one_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward of many seconds runs once."""
     runs: list[float] = []
-    monkeypatch.setattr(model_catalogs, "_measure_seconds", lambda *_: runs.append(4.0) or runs[-1])
+    monkeypatch.setattr(model_catalogs, "_measure_seconds", lambda *_: runs.append(4.0) or (4.0, 4.0))
     found = measure_costs(lambda rows: None, ones(1, 4), CPU, 5, crosses_rows=False, max_threads=2)
     assert found == Costs(base=0.0, per_row=4.0, row_bytes=5)
     assert len(runs) == 1

@@ -7,20 +7,21 @@ threads in a forked process would hang, because libgomp expects threads that do 
 from __future__ import annotations
 
 import gc
+import pickle
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices.memory import count_oom_kills, measure_private_bytes
 from layertap.models.errors import Failure, LayertapError, LoadError, make_load_error
-from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.inputs.preprocess import LibraryProcessor
 from layertap.models.loading import load_model
 from layertap.models.run.compiled_plan import CompiledPlan
@@ -29,6 +30,7 @@ from layertap.models.run.model_info import ModelInfo
 from layertap.models.sources.python import add_search_folders
 from layertap.models.spec import ModelSpec
 from layertap.service import allocator, logs
+from layertap.service.engine.execute.decode import refuse_here
 from layertap.service.engine.execute.processes.channel import Channel, connect
 from layertap.service.engine.execute.processes.forking import (
     LOADING_OOM_SCORE,
@@ -44,6 +46,7 @@ from layertap.service.engine.execute.processes.progress import Progress, map_pro
 from layertap.service.engine.execute.processes.worker import DecodingWorker, Worker
 from layertap.service.settings import Settings
 
+MAX_TOKENIZER_BYTES = 2**21
 T = TypeVar("T")
 CreateWorker = Callable[[Progress], DecodingWorker]
 
@@ -155,19 +158,21 @@ def _try(function: Callable[[], T]) -> T | LayertapError:
 
 
 def _describe(model: LoadedModel) -> ModelInfo:
-    """The model as the server sees it, without a tokenizer or library processor: the workers run these."""
+    """The model as the server sees it, without a large tokenizer or a library processor: the workers run these."""
     gc.collect()
     inputs, text = model.model_inputs, model.text
     if isinstance(inputs.preprocess, LibraryProcessor):
         inputs = replace(inputs, preprocess=replace(inputs.preprocess, run=refuse_here))
-    if text is not None and text.encode is not None:
+    if text is not None and text.encode is not None and not _is_light(text):
         inputs = replace(inputs, text=replace(text, encode=refuse_here))
     return model.describe(model_inputs=inputs, process_bytes=measure_private_bytes())
 
 
-def refuse_here(given: object, *_: object) -> NoReturn:
-    """Takes the place of a tokenizer or an image processor that exists only in the model's own process."""
-    raise NotImplementedError(f"a {type(given).__name__} is to be sent to a worker")
+def _is_light(text: TextSpec) -> bool:
+    """Whether the server may have a copy of the tokenizer: it is quick, and its copy made in a few milliseconds."""
+    with suppress(Exception):  # some can't be pickled
+        return text.is_fast and len(pickle.dumps(text.encode)) <= MAX_TOKENIZER_BYTES
+    return False
 
 
 def _work(create_worker: CreateWorker, worker_bytes: int, connection: int, memory: int) -> None:
