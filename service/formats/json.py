@@ -6,7 +6,7 @@ Numbers read back into the array's dtype have the same bits. In lists NaN and in
 from __future__ import annotations
 
 from binascii import b2a_base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -17,6 +17,7 @@ import orjson
 from layertap.service.features import Array, Features
 from layertap.service.formats.buffers import Buffers, Coding, EncodeOptions, Encoding, to_little_endian, view_bytes
 from layertap.service.formats.plain_data import describe_errors, describe_extras, describe_receipts
+from layertap.service.formats.sparse import SparseRows
 
 # The most characters of a number in a list, with its comma.
 NUMBER_BYTES = {"bool": 6, "float16": 17, "float32": 17, "float64": 25} | {
@@ -30,7 +31,10 @@ VALUE_BYTES = PIECE_BYTES // PIECE_VALUES  # base64 of this many bytes takes as 
 
 
 def encode(features: Features, options: EncodeOptions) -> Buffers:
-    """The reply as UTF-8 JSON; ``data`` as nested lists, or as base64 of little-endian bytes in C order."""
+    """The reply as UTF-8 JSON.
+
+    ``data`` is nested lists, base64 of little-endian bytes in C order, or ``indices`` and ``values`` of each row.
+    """
     document = {
         "model": features.model,
         "fingerprint": features.fingerprint,
@@ -50,14 +54,14 @@ def list_codings(encoding: Encoding, keys: Sequence[str]) -> Sequence[Coding]:
 
 def count_text(coding: Coding, dtype: str, numbers: int, nbytes: int) -> int:
     """The most bytes that the text of a result takes, beside the array; 0 if its own bytes are sent."""
-    if coding == "list":
-        return numbers * NUMBER_BYTES[dtype]
+    if coding in ("list", "sparse"):  # how many values are not 0 is unknown
+        return numbers * (NUMBER_BYTES[dtype] + (NUMBER_BYTES["int32"] if coding == "sparse" else 0))
     return (nbytes + 2) // 3 * 4 if coding == "base64" else 0
 
 
 def _make_entry(features: Features, key: str, encoding: Encoding) -> dict[str, Any]:
     array = to_little_endian(features.arrays[key])
-    data = view_bytes(array) if encoding == "base64" else _to_list(array)
+    data = WRITERS[encoding](key, array)
     entry = {"shape": array.shape, "dtype": _name_dtype(array.dtype), "data": data}
     if key in features.scales:
         entry["scale"] = _to_list(to_little_endian(features.scales[key]))
@@ -73,6 +77,13 @@ def _name_dtype(dtype: np.dtype[Any]) -> str:
 def _to_list(array: Array) -> Any:
     # orjson writes arrays as nested lists, and numpy scalars, but not arrays without axes.
     return array if array.ndim else array[()]
+
+
+WRITERS: dict[Encoding, Callable[[str, Array], Any]] = {
+    "list": lambda key, array: _to_list(array),
+    "base64": lambda key, array: view_bytes(array),
+    "sparse": lambda key, array: list(SparseRows.from_array(key, array).split()),
+}
 
 
 def write_json(document: Any) -> Buffers:

@@ -24,6 +24,8 @@ def encode_npy(features: Features, options: EncodeOptions) -> Buffers:
     if len(features.arrays) != 1:
         detail = f"application/x-npy holds exactly one result; this request has {len(features.arrays)}"
         raise NotAcceptableError(detail, hint=_HINT)
+    if options.encoding == "sparse":
+        raise NotAcceptableError("application/x-npy has no place for the parts of a sparse result", hint=_HINT)
     if features.scales:
         raise NotAcceptableError("application/x-npy has no place for the scale of an int8 result", hint=_HINT)
     (array,) = features.arrays.values()
@@ -32,7 +34,7 @@ def encode_npy(features: Features, options: EncodeOptions) -> Buffers:
 
 def encode_npz(features: Features, options: EncodeOptions) -> Buffers:
     """The results as a .npz file, scales as ``KEY.scale``; NotAcceptableError: two arrays of the same name."""
-    return encode_arrays(name_arrays(features))
+    return encode_arrays(name_arrays(features, options.encoding))
 
 
 def encode_arrays(arrays: Mapping[str, Array]) -> Buffers:

@@ -21,7 +21,7 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
 
     The same features give the same bytes. NotAcceptableError: two tensors of one name, or one named ``__metadata__``.
     """
-    tensors = {name: to_little_endian(array) for name, array in name_arrays(features).items()}
+    tensors = {name: to_little_endian(array) for name, array in name_arrays(features, options.encoding).items()}
     if _RESERVED in tensors:
         detail = f"application/x-safetensors has no place for a result named '{_RESERVED}'"
         raise NotAcceptableError(detail, hint="give it another name with `as`")

@@ -48,7 +48,7 @@ class RequestBody(InputsBody):
     """The fields that the bodies of all routes that compute share."""
 
     model: str | None = Field(None, max_length=256)
-    encoding: Literal["list", "base64"] = "list"
+    encoding: Literal["list", "base64", "sparse"] = "list"
     objective: ObjectiveBody | None = None
     on_error: Literal["fail", "skip"] = "fail"
     isolated: Flag = False

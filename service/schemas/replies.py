@@ -37,15 +37,22 @@ class Problem(BaseModel):
     more_errors: int = 0
 
 
+class SparseRow(BaseModel):
+    """The values of a row that are not 0, and their indices."""
+
+    indices: list[int]
+    values: list[float | None]
+
+
 class Feature(BaseModel):
-    """A result: an array as nested lists, or in base64 as little-endian bytes in C order.
+    """A result: an array as nested lists, in base64 as little-endian bytes in C order, or as a list of sparse rows.
 
     An int8 result has a ``scale`` for each index of axis 0: value = int8 · scale.
     """
 
     shape: Shape
     dtype: str
-    data: str | Numbers
+    data: str | list[SparseRow] | Numbers
     scale: Numbers = None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors
+from scipy.sparse import csr_array
 
 from tests.server import Live
 from tests.service.support import Array, Json, arrays_of, image, picture, problem, rows, same, tensor
@@ -42,6 +43,28 @@ def test_formats_agree(live: Live, dtype: str) -> None:
     expected = ["block3", "v", "block3.relu#0", "block3.relu#1"]
     assert [key for key in first if not key.endswith(".scale")] == expected
     assert {first[key].dtype.name for key in expected} == {dtype}
+
+
+def test_sparse(live: Live) -> None:
+    """The values that are not 0 come as Qdrant takes them, and as scipy's rows; nothing else is left out."""
+    asked = {"layers": [{"layer": "block3.relu#1", "pool": "flatten", "as": "v"}], "encoding": "sparse"}
+    dense = arrays_of(extract(live, **{**asked, "encoding": "list"}))["v"]
+    entry = extract(live, **asked).json()["features"]["v"]
+    assert entry["shape"] == list(dense.shape)
+    for row, values in zip(entry["data"], dense, strict=True):
+        assert row["indices"] == values.nonzero()[0].tolist()
+        assert np.array(row["values"], np.float32).tolist() == values[row["indices"]].tolist()
+    for form in ("npz", "safetensors"):
+        found = arrays_of(extract(live, form=form, **asked))
+        parts = found["v.data"], found["v.indices"], found["v.indptr"]
+        assert (csr_array(parts, tuple(found["v.shape"])).toarray() == dense).all(), form
+    assert 0 < len(found["v.data"]) < dense.size
+
+
+@pytest.mark.parametrize(("form", "layer"), [("npy", {"layer": "pool", "pool": "mean"}), ("npz", "block3")])
+def test_no_place_for_sparse(live: Live, form: str, layer: Any) -> None:
+    """A single array has no parts, and maps are no rows."""
+    assert problem(extract(live, form=form, layers=[layer], encoding="sparse"), 406)["hint"]
 
 
 def test_each_layer_its_own_dtype(live: Live) -> None:
