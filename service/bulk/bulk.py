@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,7 +37,7 @@ from layertap.service.bulk.parts import (
 )
 from layertap.service.bulk.pipeline import answer_batches, write_rows
 from layertap.service.bulk.reductions import MAX_COVARIANCE, REDUCTIONS, Reducer
-from layertap.service.bulk.sources import Source
+from layertap.service.bulk.sources import ALL_DEFAULT, Columns, Source
 from layertap.service.formats.numpy_files import encode_arrays
 
 PARTS = ".parts"  # suffix of the folder in which a file's parts are written
@@ -50,7 +50,7 @@ TARGET_BYTES = 64 * 2**20  # of a batch's results
 class Job:
     """A question, its source and the folder for results; ``file`` is the final merged file, if any.
 
-    ``column``: of a table source.
+    ``columns``: of a table source; ``names``: of the results' columns, in place of their layers'.
     """
 
     question: Question
@@ -58,24 +58,34 @@ class Job:
     folder: Path
     file: Path | None
     layout: str
-    column: str | None = None
+    columns: Columns = ALL_DEFAULT
+    names: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, question: Question, source: str, out: Path, layout: str | None, column: str | None = None) -> Job:
+    def parse(
+        cls,
+        question: Question,
+        source: str,
+        out: Path,
+        layout: str | None,
+        columns: Columns = ALL_DEFAULT,
+        names: tuple[str, ...] = (),
+    ) -> Job:
         """A job whose ``out`` is a file if its name ends in ``.parquet``, and else a folder; LayertapError."""
         if question.reduce:
-            _check_reductions(question, out, layout)
-            return cls(question, source, out, None, REDUCED, column)
+            _check_reductions(question, out, layout, names)
+            return cls(question, source, out, None, REDUCED, columns, names)
         if out.suffix != ".parquet":
-            return cls(question, source, out, None, layout or "parquet", column)
+            return cls(question, source, out, None, layout or "parquet", columns, names)
         if layout not in (None, "parquet"):
             raise LayertapError(f"{layout} is for a folder", hint=f"write --out {out.with_suffix('')}")
-        return cls(question, source, out.with_name(out.name + PARTS), out, "parquet", column)
+        return cls(question, source, out.with_name(out.name + PARTS), out, "parquet", columns, names)
 
     def describe(self) -> dict[str, Any]:
         """The job as plain data."""
         source = os.path.abspath(self.source)  # noqa: PTH100  (a pattern is no path)
-        return {**self.question.describe(), "source": source, "column": self.column, "layout": self.layout}
+        columns = {**asdict(self.columns), "keep": list(self.columns.keep), "as": list(self.names)}
+        return {**self.question.describe(), "source": source, **columns, "layout": self.layout}
 
     def find_begun(self) -> Manifest | None:
         """The manifest of the existing output, perhaps another job's; LayertapError for files that no job wrote."""
@@ -96,7 +106,7 @@ class Job:
         return [self.file] if self.file is not None and self.file.exists() else list_parts(self.folder)
 
 
-def _check_reductions(question: Question, out: Path, layout: str | None) -> None:
+def _check_reductions(question: Question, out: Path, layout: str | None, names: Sequence[str]) -> None:
     """LayertapError if a reduction is unknown or named twice, or other options do not fit reductions."""
     if unknown := [name for name in question.reduce if name not in REDUCTIONS]:
         raise LayertapError(f"there is no reduction {escape(unknown[0])}", hint=f"one of: {', '.join(REDUCTIONS)}")
@@ -104,9 +114,9 @@ def _check_reductions(question: Question, out: Path, layout: str | None) -> None
         raise LayertapError("a reduction is named twice", hint="name each once")
     if not question.layers:
         raise LayertapError("reductions are of layers", hint="add --layers")
-    if question.pool or question.normalize or layout:
+    if question.pool or question.normalize or layout or names:
         raise LayertapError(
-            "--reduce takes no --pool, --normalize or --format: reductions are of all values, by channel",
+            "--reduce takes no --pool, --normalize, --format or --as: reductions are of all values, by channel",
             hint="leave them out",
         )
     if out.suffix:
@@ -169,9 +179,9 @@ async def run(
     extractor = create()
     try:
         observer.wait_for_model()
-        outline = await extractor.outline(job.question)
+        outline = (await extractor.outline(job.question)).rename(job.names)
         observer.note_ready(outline.model)
-        _check_outline(job, outline)
+        _check_outline(job, outline, source)
         if begun is not None and restart:  # only once the model has answered: the old output may have taken a night
             _remove(job, begun)
             begun = job.find_begun()
@@ -206,7 +216,8 @@ async def _go_on(
         await asyncio.to_thread(check_keys, entries, parts)
         observer.start(first, errors, source.count)
         batches = cut_batches(entries, begun.limits)
-        writer = PartWriter(job.folder, begun.outline, job.layout, first, _make_reducer(begun, job, parts))
+        reducer = _make_reducer(begun, job, parts)
+        writer = PartWriter(job.folder, begun.outline, job.layout, first, reducer, source.kept)
         await write_rows(answer_batches(batches, extractor, job.question, begun.outline), writer, observer.advance)
         await asyncio.to_thread(_finish, job, begun, writer.reducer)
 
@@ -222,14 +233,14 @@ def _make_reducer(manifest: Manifest, job: Job, parts: Sequence[Path]) -> Reduce
     return reducer
 
 
-def _check_outline(job: Job, outline: Outline) -> None:
+def _check_outline(job: Job, outline: Outline, source: Source) -> None:
     """LayertapError if answers can't be compared, or do not fit the layout."""
     if outline.fingerprint.startswith(UNREPEATABLE):
         raise LayertapError(
             f"model {outline.model} is not deterministic: no two of its vectors can be compared",
             hint="find in its code what draws random numbers outside of training",
         )
-    check_columns(outline, job.layout)
+    check_columns(outline, job.layout, source.kept)
     channels = sum(column.shape[0] for column in outline.columns.values())
     if "covariance" in job.question.reduce and channels > MAX_COVARIANCE:
         raise LayertapError(
@@ -258,7 +269,7 @@ def _finish(job: Job, manifest: Manifest, reducer: Reducer | None) -> None:
     metadata = {  # ``layertap check`` reads it
         "model": outline.model,
         "fingerprint": outline.fingerprint,
-        "receipts": orjson.dumps(outline.receipts).decode(),
+        "receipts": orjson.dumps(outline.receipts_by_column).decode(),
         "question": orjson.dumps(manifest.question).decode(),
     }
     merge_parts(list_parts(job.folder), job.file, metadata, outline.row_bytes)

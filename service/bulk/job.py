@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -48,10 +48,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Column:
-    """The shape and dtype of a result for one input."""
+    """The shape and dtype of a result for one input, and the name of its column in files."""
 
     shape: tuple[int, ...]
     dtype: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,21 @@ class Outline:
             if len(array) != 1:
                 detail = f"{name} has {len(array)} rows for each input: windows are folded into the batch there"
                 raise RequestError(detail, hint="name another layer, such as the block that it is in")
-            columns[name] = Column(array.shape[1:], array.dtype.name)
+            columns[name] = Column(array.shape[1:], array.dtype.name, name)
         return cls(model, fingerprint, columns, receipts)
+
+    def rename(self, names: Sequence[str]) -> Outline:
+        """With other names of the columns, in their order; LayertapError unless there is one for each."""
+        if names and len(names) != len(self.columns):
+            detail = f"--as has {len(names)} names for {len(self.columns)} results: {', '.join(self.columns)}"
+            raise LayertapError(detail, hint="name each, in this order")
+        named = zip(self.columns.items(), names or self.columns, strict=True)
+        return replace(self, columns={key: replace(column, name=name) for (key, column), name in named})
+
+    @property
+    def receipts_by_column(self) -> dict[str, Mapping[str, Any]]:
+        """The receipts by the names that results have in files."""
+        return {column.name: self.receipts[key] for key, column in self.columns.items()}
 
     @property
     def row_bytes(self) -> int:
@@ -113,11 +127,12 @@ class Rows:
     errors: Sequence[str | None]
     fingerprint: str
     arrays: Mapping[str, Array] = field(repr=False)
+    kept: Sequence[Any] = ()  # of a source's other columns, a ``pyarrow.RecordBatch`` for each entry
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the results."""
-        return sum(array.nbytes for array in self.arrays.values())
+        """Bytes of the results, and of what is kept of the source."""
+        return sum(each.nbytes for each in (*self.arrays.values(), *self.kept))
 
 
 @dataclass(frozen=True)
@@ -179,9 +194,9 @@ def make_rows(entries: Sequence[Entry], answer: Answer, outline: Outline, indice
     arrays = answer.arrays or {
         name: np.zeros((0, *column.shape), column.dtype) for name, column in outline.columns.items()
     }
-    return Rows(
-        [entry.key for entry in entries], [entry.digest for entry in entries], errors, answer.fingerprint, arrays
-    )
+    keys, digests = [entry.key for entry in entries], [entry.digest for entry in entries]
+    kept = [entry.kept for entry in entries if entry.kept is not None]
+    return Rows(keys, digests, errors, answer.fingerprint, arrays, kept)
 
 
 def join_answers(first: Answer, second: Answer, middle: int) -> Answer:

@@ -12,7 +12,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from layertap.models.errors import LayertapError
+from layertap.models.errors import LayertapError, escape
 from layertap.service.bulk.arrow import import_parquet, summarize
 from layertap.service.bulk.job import Outline, Rows
 from layertap.service.bulk.manifest import OTHERWISE, replace_file
@@ -29,13 +29,17 @@ OPTIONS: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "use_d
 
 @dataclass
 class PartWriter:
-    """Collects rows and writes them as the next part; with a reducer, results are folded into it and dropped."""
+    """Collects rows and writes them as the next part; with a reducer, results are folded into it and dropped.
+
+    ``kept``: the types of the source's columns that are kept.
+    """
 
     folder: Path
     outline: Outline
     layout: str
     first: int  # number of the next row to write
     reducer: Reducer | None = None
+    kept: Mapping[str, Any] = field(default_factory=dict)
     _rows: list[Rows] = field(default_factory=list)
 
     @property
@@ -87,6 +91,9 @@ class PartWriter:
             "key": pa.array([key for rows in parts for key in rows.keys], pa.string()),
             "digest": pa.array([digest for rows in parts for digest in rows.digests], pa.string()),
         }
+        if self.kept:
+            kept = pa.Table.from_batches([batch for rows in parts for batch in rows.kept])
+            columns |= {name: kept[name].cast(kind) for name, kind in self.kept.items()}
         columns |= WRITERS[self.layout](self, shard, good)
         columns["fingerprint"] = pa.array(fingerprints, pa.string())
         columns["error"] = pa.array(errors, pa.string())
@@ -114,8 +121,8 @@ class PartWriter:
 
     def _concat_arrays(self) -> dict[str, Array]:
         return {
-            key: np.ascontiguousarray(np.concatenate([rows.arrays[key] for rows in self._rows]))
-            for key in self.outline.columns
+            column.name: np.ascontiguousarray(np.concatenate([rows.arrays[key] for rows in self._rows]))
+            for key, column in self.outline.columns.items()
         }
 
 
@@ -136,13 +143,16 @@ def _make_vectors(array: Array, good: Any) -> Any:
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), width, mask=pa.array(~good))
 
 
-def check_columns(outline: Outline, layout: str) -> None:
-    """LayertapError if results do not fit a table."""
-    if layout == REDUCED:
-        return
+def check_columns(outline: Outline, layout: str, kept: Iterable[str]) -> None:
+    """LayertapError if results, and what is kept of the source, do not fit a table."""
+    results = [] if layout == REDUCED else [column.name for column in outline.columns.values()]
+    taken = set(RESERVED)
+    for name in (*kept, *results):
+        if name in taken:
+            detail = f"no result or kept column may be called {escape(name)}: another column has the name"
+            raise LayertapError(detail, hint="call results otherwise with --as, or leave the column out of --keep")
+        taken.add(name)
     for name, column in outline.columns.items():
-        if name in RESERVED:
-            raise LayertapError(f"no result may be called {name}", hint="name the layer's call: LAYER#-1")
         if layout == "parquet" and len(column.shape) != 1:
             raise LayertapError(
                 f"{name} is {list(column.shape)} for each input, and no vector",

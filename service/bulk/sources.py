@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import os
 import sys
 import tarfile
-from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-
-import orjson
+from typing import Any
 
 from layertap.models.errors import LayertapError, escape
 from layertap.service.bulk.arrow import import_parquet, summarize
@@ -26,6 +26,7 @@ SUFFIXES = frozenset(
 )
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 STRINGS = ("string", "large_string", "string_view")  # Arrow's types of strings
+BYTES = ("binary", "large_binary", "binary_view", "fixed_size_binary")
 PARQUET_ROWS = 64  # read at once
 HINT = (
     "name a folder, a pattern such as 'photos/*.jpg', a .txt file with a path a line, a .tar, .parquet or .jsonl file"
@@ -35,12 +36,31 @@ Wanted = Container[int]  # numbers of entries
 
 
 @dataclass(frozen=True)
+class Columns:
+    """What is taken of a table: the ``column`` of inputs (None: the only one of pictures), and those to ``keep``.
+
+    ``paths``: the column holds paths of pictures, from the working directory.
+    """
+
+    column: str | None = None
+    keep: tuple[str, ...] = ()
+    paths: bool = False
+
+
+ALL_DEFAULT = Columns()
+
+
+@dataclass(frozen=True)
 class Entry:
-    """An input: its key in the source and its bytes, or the error of reading it."""
+    """An input: its key in the source and its bytes, or the error of reading it.
+
+    ``kept``: a ``pyarrow.RecordBatch`` of its row in the columns that are kept, if any are.
+    """
 
     key: str
     data: bytes | None = field(repr=False)
     error: str = ""
+    kept: Any = None
 
     @property
     def digest(self) -> str | None:
@@ -53,12 +73,14 @@ class Source:
     """Inputs by their keys.
 
     ``read(wanted, limit)`` yields all entries, with at most ``limit`` bytes for those whose numbers are in ``wanted``.
-    ``texts``: UTF-8 texts, not pictures; ``countable``: their number is known without reading them.
+    ``texts``: UTF-8 texts, not pictures; ``countable``: their number is known without reading them; ``kept``: the
+    types of the columns that are kept, by their names.
     """
 
     read: Callable[[Wanted, int], Iterator[Entry]]
     texts: bool = False
     countable: bool = True
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
     def iterate(self, skip: int, limit: int) -> Iterator[Entry]:
         """All entries; bytes are not read for the first ``skip``, and at most ``limit`` for each other."""
@@ -69,27 +91,22 @@ class Source:
         return sum(1 for _ in self.iterate(sys.maxsize, 0)) if self.countable else None
 
 
-def open_source(text: str, column: str | None = None) -> Source:
-    """The source at a path or a pattern; LayertapError.
-
-    ``column``: the column of a table with the inputs; by default the only one with pictures.
-    """
+def open_source(text: str, columns: Columns = ALL_DEFAULT) -> Source:
+    """The source at a path or a pattern; LayertapError."""
     path = Path(text)
     name = path.name.lower()
-    if column is not None and not name.endswith((".parquet", ".jsonl")):
-        raise LayertapError(f"{text} has no columns", hint="leave --column out: it is for .parquet and .jsonl files")
+    if columns != ALL_DEFAULT and not name.endswith((".parquet", ".jsonl")):
+        hint = "leave out --column, --keep and --paths: they are for .parquet and .jsonl files"
+        raise LayertapError(f"{text} has no columns", hint=hint)
     if path.is_dir():
         return Source(partial(_read_files, partial(_walk, path), path))
     if path.is_file():
         if name.endswith(ARCHIVES):
             return Source(partial(_read_tar, path), countable=False)
         if name.endswith(".parquet"):
-            return _open_parquet(path, column)
+            return _open_parquet(path, columns)
         if name.endswith(".jsonl"):
-            if column is None:
-                hint = "--column names the field of each line that is the text"
-                raise LayertapError(f"{path} holds texts", hint=hint)
-            return Source(partial(_read_jsonl, path, column), texts=True)
+            return _open_jsonl(path, columns)
         if name.endswith(".txt"):
             return Source(partial(_read_files, partial(_read_list, path), Path()))
         raise LayertapError(f"{text} is no source of inputs", hint=HINT)
@@ -100,13 +117,15 @@ def open_source(text: str, column: str | None = None) -> Source:
 
 def _read_files(list_names: Callable[[], Iterable[str]], top: Path, wanted: Wanted, limit: int) -> Iterator[Entry]:
     for number, name in enumerate(list_names()):
-        key, data, error = _make_key(name), None, ""
-        if number in wanted:
-            try:
-                data = read_regular_file(top / name, limit)
-            except FileError as refused:
-                error = str(refused)
-        yield Entry(key, data, error)
+        key = _make_key(name)
+        yield _read_file(key, top / name, limit) if number in wanted else Entry(key, None)
+
+
+def _read_file(key: str, path: Path, limit: int) -> Entry:
+    try:
+        return Entry(key, read_regular_file(path, limit))
+    except FileError as refused:
+        return Entry(key, None, str(refused))
 
 
 def _is_hidden(name: str) -> bool:
@@ -168,54 +187,89 @@ def _read_tar(path: Path, wanted: Wanted, limit: int) -> Iterator[Entry]:
 
 def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, key: str, limit: int) -> Entry:
     file = archive.extractfile(member) if member.isfile() else None
-    return _make_entry(key, file.read(limit + 1), limit) if file else Entry(key, None, "is no regular file")
+    return _make_entry(key, file.read(limit + 1), False, limit) if file else Entry(key, None, "is no regular file")
 
 
-def _read_jsonl(path: Path, column: str, wanted: Wanted, limit: int) -> Iterator[Entry]:
-    """Texts in the JSON objects of a file's lines."""
+def _open_jsonl(path: Path, columns: Columns) -> Source:
+    """Texts, or paths of pictures, in the JSON objects of a file's lines; LayertapError without a column."""
+    if columns.column is None:
+        raise LayertapError(f"{path} holds texts", hint="--column names the field of each line that is the text")
+    types: dict[str, Any] = {}
+    if columns.keep:
+        import_parquet()
+        import pyarrow as pa
+
+        types = dict.fromkeys(columns.keep, pa.string())
+    return Source(partial(_read_jsonl, path, columns, types), texts=not columns.paths, kept=types)
+
+
+def _read_jsonl(path: Path, columns: Columns, types: Mapping[str, Any], wanted: Wanted, limit: int) -> Iterator[Entry]:
     with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines):
-            yield _read_line(line, column, str(number), limit) if number in wanted else Entry(str(number), None)
+            key = str(number)
+            yield _read_line(line, columns, types, key, limit) if number in wanted else Entry(key, None)
 
 
-def _read_line(line: str, column: str, key: str, limit: int) -> Entry:
+def _read_line(line: str, columns: Columns, types: Mapping[str, Any], key: str, limit: int) -> Entry:
+    """The input of a line; kept fields are text, numbers as JSON writes them."""
+    fields: Any = None
     try:
-        fields = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        return Entry(key, None, f"is no JSON: {error}")
-    return _make_entry(key, fields.get(column) if isinstance(fields, dict) else None, limit)
+        fields = json.loads(line)  # takes NaN and numbers of any size, as Python's own writer makes them
+        entry = _make_entry(key, fields[str(columns.column)], columns.paths, limit)
+    except (ValueError, RecursionError) as error:
+        entry = Entry(key, None, f"is no JSON: {error}")
+    except (KeyError, TypeError):
+        entry = Entry(key, None, f"has no field {escape(str(columns.column))}")
+    if not types:
+        return entry
+    import pyarrow as pa
+
+    found: dict[str, Any] = fields if isinstance(fields, dict) else {}
+    kept = [_write_text(found.get(name)) for name in types]
+    return replace(entry, kept=pa.record_batch([pa.array([each], pa.string()) for each in kept], list(types)))
 
 
-def _open_parquet(path: Path, column: str | None) -> Source:
+def _write_text(value: object) -> str | None:
+    """A value of JSON as text: a string as it is."""
+    text = json.dumps(value, ensure_ascii=False) if not isinstance(value, str | None) else value
+    return text.encode("utf-8", "replace").decode() if text is not None else None  # half a surrogate pair is no text
+
+
+def _open_parquet(path: Path, columns: Columns) -> Source:
     """The named column of pictures or texts, or the only one of pictures; LayertapError.
 
-    Pictures are bytes, or structs with bytes as in the datasets library.
+    Pictures are bytes, or structs with bytes, or with a path, as in the datasets library.
     """
-    from pyarrow import types
-
     try:
         schema = import_parquet().read_schema(path)
     except (OSError, ValueError) as error:
         raise LayertapError(f"{path} can't be read: {summarize(error)}", hint=AGAIN) from error
-    texts = [field.name for field in schema if str(field.type) in STRINGS]
+    from pyarrow import types
+
+    # Of a dictionary (pandas: categorical) the type of its values, in which the column is kept too.
+    kinds = {each.name: each.type.value_type if types.is_dictionary(each.type) else each.type for each in schema}
+    texts = [name for name, kind in kinds.items() if str(kind) in STRINGS]
     pictures = [
-        field.name
-        for field in schema
-        if types.is_binary(field.type)
-        or types.is_large_binary(field.type)
-        or (types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0)
+        name
+        for name, kind in kinds.items()
+        if str(kind).partition("[")[0] in BYTES or (types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
     ]
+    column = columns.column
     if column is None and len(pictures) == 1:
         (column,) = pictures
     if column not in pictures + texts:
         found = "several columns of pictures, or none" if column is None else f"no column {escape(column)} of pictures"
         hint = f"--column names one of bytes or strings: {', '.join(pictures + texts) or 'none'}"
         raise LayertapError(f"{path} has {found}", hint=hint)
-    return Source(partial(_read_parquet, path, str(column)), column in texts)
+    if unknown := [name for name in columns.keep if name not in kinds]:
+        raise LayertapError(f"{path} has no column {escape(unknown[0])}", hint=f"one of: {', '.join(kinds)}")
+    columns = replace(columns, column=column)
+    kept = {name: kinds[name] for name in columns.keep}
+    return Source(partial(_read_parquet, path, columns), texts=column in texts and not columns.paths, kept=kept)
 
 
-def _read_parquet(path: Path, column: str, wanted: Wanted, limit: int) -> Iterator[Entry]:
-    number = 0
+def _read_parquet(path: Path, columns: Columns, wanted: Wanted, limit: int) -> Iterator[Entry]:
+    number, read = 0, list(dict.fromkeys((str(columns.column), *columns.keep)))
     try:
         with import_parquet().ParquetFile(path) as file:
             for group in range(file.num_row_groups):
@@ -224,21 +278,30 @@ def _read_parquet(path: Path, column: str, wanted: Wanted, limit: int) -> Iterat
                     yield from (Entry(str(row), None) for row in range(number, end))
                     number = end
                     continue
-                for batch in file.iter_batches(PARQUET_ROWS, [group], [column]):
-                    for scalar in batch.column(0):
+                for batch in file.iter_batches(PARQUET_ROWS, [group], read):
+                    kept = batch.select(list(columns.keep)) if columns.keep else None
+                    for row, scalar in enumerate(batch.column(str(columns.column))):
                         if number not in wanted:
                             yield Entry(str(number), None)
                         else:
-                            value = scalar.as_py()
-                            data = value.get("bytes") if isinstance(value, dict) else value
-                            yield _make_entry(str(number), data, limit)
+                            entry = _make_entry(str(number), scalar.as_py(), columns.paths, limit)
+                            yield entry if kept is None else replace(entry, kept=kept.slice(row, 1))
                         number += 1
     except (OSError, ValueError) as error:
         raise LayertapError(f"{path} is damaged from row {number} on: {summarize(error)}", hint=AGAIN) from error
 
 
-def _make_entry(key: str, value: object, limit: int) -> Entry:
-    data = value.encode() if isinstance(value, str) else value
+def _make_entry(key: str, value: object, paths: bool, limit: int) -> Entry:
+    """The entry of a table's value: bytes, a text, or a struct of the datasets library."""
+    content, path = (None, value) if paths else (value, None)
+    if isinstance(value, dict):
+        content, path = value.get("bytes"), value.get("path")
+    if isinstance(path, str) and not content:
+        return _read_file(key, Path(path), limit) if paths else Entry(key, None, "has no bytes but a path: add --paths")
+    try:
+        data = content.encode() if isinstance(content, str) else content
+    except UnicodeEncodeError:
+        return Entry(key, None, "has a text that is not Unicode")
     if not isinstance(data, bytes):
         return Entry(key, None, "has no picture or text")
     return Entry(key, data) if len(data) <= limit else Entry(key, None, f"has more than {limit} bytes")

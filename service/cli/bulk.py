@@ -42,6 +42,9 @@ def bulk(
     column: Annotated[
         str | None, typer.Option(help="Of a .parquet or .jsonl source: where the pictures or texts are.")
     ] = None,
+    paths: Annotated[bool, typer.Option("--paths", help="The column holds paths of pictures.")] = False,
+    keep: Annotated[str, typer.Option(help="Other columns of the source to keep beside the results: id,text.")] = "",
+    names: Annotated[str, typer.Option("--as", help="What to call the results' columns, in their order.")] = "",
     reduce: Annotated[
         str, typer.Option(help="Keep no vectors but, by channel, some of: stats, top, histogram, covariance.")
     ] = "",
@@ -72,7 +75,7 @@ def bulk(
     from layertap.service.bulk.bulk import Job, run
     from layertap.service.bulk.job import Question
     from layertap.service.bulk.manifest import OtherModelError
-    from layertap.service.bulk.sources import open_source
+    from layertap.service.bulk.sources import Columns, open_source
 
     if ray and url is not None:
         raise LayertapError("--ray and --url cannot be combined", hint="leave one out")
@@ -82,14 +85,14 @@ def bulk(
     create = partial(_create_extractor, url, config)
     if ray:
         create = partial(_create_ray_extractor, ray_address, ray_cpus, ray_gpus, config)
-    opened = open_source(source, column)
-    names = tuple(name for name in layers.split(",") if name)
-    reductions = tuple(name for name in (reduce or ("stats,top" if atlas else "")).split(",") if name)
+    columns = Columns(column, _split(keep), paths)
+    opened = open_source(source, columns)
+    reductions = _split(reduce or ("stats,top" if atlas else ""))
     if atlas and ("top" not in reductions or opened.texts):
         raise LayertapError("an atlas is of pictures, and of the reduction 'top'", hint="add top to --reduce")
     kept = top if "top" in reductions else 0
-    question = Question(model, names, pool, normalize, prompt, truncate, opened.texts, reductions, kept)
-    job = Job.parse(question, source, out, layout, column)
+    question = Question(model, _split(layers), pool, normalize, prompt, truncate, opened.texts, reductions, kept)
+    job = Job.parse(question, source, out, layout, columns, _split(names))
     reporter, begun = _Reporter(), time.monotonic()
     try:
         summary = asyncio.run(run(job, opened, create, reporter, restart=restart, atlas=atlas))
@@ -102,8 +105,14 @@ def bulk(
     when = "; it was complete before" if summary.before else ""
     seconds = f", {time.monotonic() - begun:.0f} s"
     tell(f"{out}: {summary.rows} rows, {summary.errors} of them without a result{when or seconds}")
+    if summary.errors == summary.rows:
+        raise LayertapError("no input has a result", hint="the column 'error' has the reasons; --restart begins anew")
     if summary.errors and strict:
         raise typer.Exit(1)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
 
 
 def _create_extractor(url: str | None, config: Path | None) -> Extractor:

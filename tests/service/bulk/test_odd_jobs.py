@@ -33,7 +33,7 @@ OTHER = {
     "inputs": [{"name": "image", "shape": [3, 32, 32]}],
     "preprocess": {"resize": 32, "crop": 32},
 }
-OUTLINE = Outline("net", "f", {"x": Column((2,), "float32")}, {})
+OUTLINE = Outline("net", "f", {"x": Column((2,), "float32", "x")}, {})
 
 
 def test_restart_keeps_what_is_of_others(command: Command, folder: Path, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_windows_are_no_rows(command: Command, folder: Path, tmp_path: Path) -> 
 
 def test_rows_of_others() -> None:
     """An answer that has not one row for each picture is refused, whoever gave it."""
-    outline = Outline("m", "f", {"x": Column((2,), "float32")}, {})
+    outline = Outline("m", "f", {"x": Column((2,), "float32", "x")}, {})
     answer = Answer("f", {"x": np.zeros((4, 2), np.float32)}, {})
     with pytest.raises(LayertapError, match="x has 4 rows for 1 inputs"):
         make_rows([Entry("a", "0" * 64, b"")], answer, outline, [0])

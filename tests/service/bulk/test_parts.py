@@ -19,7 +19,7 @@ from tests.service.bulk.conftest import read
 from tests.service.bulk.test_odd_jobs import OUTLINE as RULE_OUTLINE
 from tests.service.bulk.test_odd_jobs import Rule
 
-OUTLINE = Outline("net", "f", {"x": Column((3,), "float32")}, {})
+OUTLINE = Outline("net", "f", {"x": Column((3,), "float32", "x")}, {})
 COUNT, GROUP_ROWS = 40, 7
 VECTORS = np.random.default_rng(0).normal(size=(COUNT, 3)).astype(np.float32)
 BAD = (0, 6, 7, 13, 20, 21, COUNT - 1)
