@@ -20,7 +20,7 @@ from layertap_client.inputs import Input, check_many
 from layertap_client.messages import Outcome, Reply, Send, Step, Steps, Wait
 from layertap_client.operations import LayerSpecs
 from layertap_client.streams import AsyncEmbeddingStream, EmbeddingStream, stream, stream_async
-from layertap_client.transport import URL, describe_failure, make_arguments, make_options
+from layertap_client.transport import URL, describe_failure, find_proxy, make_arguments, make_http, make_options
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,9 +66,9 @@ class Connection:
         **httpx_options: Any,
     ) -> None:
         self.url = url
-        self.session = Session(timeout, model, retries or RetryPolicy())
         self._options = make_options(url, api_key, httpx_options)
-        self._owner, self._made = os.getpid(), self._make_http(**self._options)
+        self.session = Session(timeout, model, retries or RetryPolicy(), proxy=find_proxy(self._options))
+        self._owner, self._made = os.getpid(), make_http(self._make_http, self._options)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -79,7 +79,7 @@ class Connection:
         if self._owner != os.getpid():
             if shared := SHARED & self._options.keys():
                 raise InputError(f"a client with {min(shared)}= can't be used after a fork: make one in each process")
-            self._made = self._make_http(**self._options)
+            self._made = make_http(self._make_http, self._options)
             self._owner = os.getpid()  # last: other threads may ask meanwhile
         return self._made
 
@@ -168,7 +168,7 @@ class Client(Connection):
                     if time.monotonic() > end:
                         return ReplyTimeoutError(INCOMPLETE.format(step.seconds), sent=True)
         except httpx.RequestError as error:
-            return describe_failure(error, step)
+            return describe_failure(error, step, self.session.proxy)
         return Reply(response.status_code, response.headers, body)
 
 
@@ -246,5 +246,5 @@ class AsyncClient(Connection):
         except TimeoutError:
             return ReplyTimeoutError(INCOMPLETE.format(step.seconds), sent=True)
         except httpx.RequestError as error:
-            return describe_failure(error, step)
+            return describe_failure(error, step, self.session.proxy)
         return Reply(response.status_code, response.headers, body)

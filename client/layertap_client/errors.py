@@ -111,15 +111,16 @@ BY_STATUS: Mapping[int, type[ProblemError]] = {
 }
 
 
-def make_problem(status: int, data: bytes | bytearray, retry_after: float | None) -> ProblemError:
-    """The error that a refusal means; a proxy's own has its body as detail."""
+def make_problem(status: int, data: bytes | bytearray, retry_after: float | None, proxy: str = "") -> ProblemError:
+    """The error that a refusal means; a proxy's own has its body as detail, and the variable that names it."""
     try:
         body = json.loads(data)
     except ValueError:
         body = None
     if not isinstance(body, dict) or "detail" not in body:
         shown = bytes(data[:200]).decode("utf-8", "replace")
-        body = {"title": "refused by something before the server", "detail": repr(shown)}
+        by = f", perhaps the proxy of {proxy}" if proxy else ""
+        body = {"title": f"refused by something before the server{by}", "detail": repr(shown)}
     return BY_STATUS.get(status, ProblemError)(status, body, retry_after)
 
 

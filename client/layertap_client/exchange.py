@@ -49,6 +49,7 @@ class Session:
     """What the calls of one client have in common; ``answered``: whether the server has ever replied.
 
     ``timeout`` is that of calls that name none; a connection on which nothing moves for ``silence_s`` is given up.
+    ``proxy``: the variable of the environment that has the proxy to the server, if one has.
     """
 
     timeout: float = 60.0
@@ -56,6 +57,7 @@ class Session:
     retries: RetryPolicy = field(default_factory=RetryPolicy)
     silence_s: float = float("inf")
     answered: bool = False
+    proxy: str = ""
     clock: Callable[[], float] = time.monotonic
     draw: Callable[[], float] = random.random
 
@@ -82,10 +84,10 @@ class Session:
                 given_up = min(deadline, self.clock() + self.retries.patience_s)
             pause = self._choose_pause(outcome, failures)
             if pause is None or self.clock() + pause >= given_up:
-                raise make_error(outcome)
+                raise make_error(outcome, self.proxy)
             failures += _retry_after(outcome) is None
             if self.retries.on_wait is not None:
-                self.retries.on_wait(make_error(outcome), pause)
+                self.retries.on_wait(make_error(outcome, self.proxy), pause)
             yield Wait(pause)
 
     def _choose_pause(self, outcome: Outcome, failures: int) -> float | None:
@@ -117,13 +119,14 @@ def check_timeout(seconds: float) -> float:
     return seconds
 
 
-def make_error(outcome: Outcome) -> LayertapError:
-    """The error that the last outcome means."""
+def make_error(outcome: Outcome, proxy: str) -> LayertapError:
+    """The error that the last outcome means; ``proxy``: the variable of the one that may have made it."""
     if isinstance(outcome, ConnectionFailedError):
         return outcome
     if outcome.status < 400:
-        return BadReplyError(f"status {outcome.status}, which layertap never sends: check the URL")
-    return make_problem(outcome.status, outcome.body, _retry_after(outcome))
+        check = " and ".join(filter(None, ("the URL", proxy)))
+        return BadReplyError(f"status {outcome.status}, which layertap never sends: check {check}")
+    return make_problem(outcome.status, outcome.body, _retry_after(outcome), proxy)
 
 
 def _is_of_proxy(reply: Reply) -> bool:

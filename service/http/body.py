@@ -9,6 +9,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from io import BytesIO
 from typing import Any, cast
 
@@ -20,7 +21,8 @@ from layertap.service.errors import BadRequestError, UnsupportedMediaError
 from layertap.service.settings import Settings
 
 JSON, MULTIPART = "application/json", "multipart/form-data"
-GZIP = 16 + zlib.MAX_WBITS  # for zlib: with the head and the end that gzip has
+WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}  # for zlib: what head and end each coding has
+PIECE = 2**16  # of a packed body, and of what comes out of it, while it is counted
 IN_MEMORY = {"MAX_MEMORY_FILE_SIZE": math.inf}
 NUMBERS_HINT = "send numbers as bytes: base64, .npy or safetensors; long texts in several requests"
 BRACKET_COST = 4  # of a list, an object or a key, in numbers
@@ -28,24 +30,39 @@ COUNTED = 2**20  # bytes that are searched before other threads may run
 LONG_JSON = 2**18  # bytes of a document that is parsed in turn, and not checked for repeated keys
 
 
-def is_packed(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether a body is packed by gzip; UnsupportedMediaError for another coding, or several."""
+def read_coding(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """How a body is packed, ``gzip`` or ``deflate``, if it is; UnsupportedMediaError for another coding, or several."""
     codings = (value for name, value in headers if name == b"content-encoding")
-    coding = b",".join(codings).strip(b" \t,").lower()
-    if coding not in (b"", b"identity", b"gzip", b"x-gzip"):
-        hint = "pack it once, with Content-Encoding: gzip, or send it uncompressed"
+    coding = b",".join(codings).strip(b" \t,").lower().removeprefix(b"x-").decode("latin-1")
+    if coding in ("", "identity"):
+        return None
+    if coding not in WINDOWS:
+        hint = "pack it once, with Content-Encoding: gzip or deflate, or send it uncompressed"
         raise UnsupportedMediaError("a body of this Content-Encoding is not taken", hint=hint)
-    return coding in (b"gzip", b"x-gzip")
+    return coding
 
 
-def measure_unpacked(data: bytes, limit: int) -> int:
-    """The number of bytes in a gzip by its own account (RFC 1952, section 2.3.1), up to a limit."""
-    return min(int.from_bytes(data[-4:], "little"), limit)
+def measure_unpacked(data: bytes, coding: str, limit: int) -> int:
+    """The number of bytes in a packed body, up to a limit; for a thread.
+
+    A gzip says it itself (RFC 1952, section 2.3.1), which ``unpack`` checks; what ``deflate`` means (RFC 1950) is
+    unpacked piece by piece.
+    """
+    if coding == "gzip":
+        return min(int.from_bytes(data[-4:], "little"), limit)
+    unpacker, size = zlib.decompressobj(WINDOWS[coding]), 0
+    with suppress(zlib.error):  # ``unpack`` says so
+        for start in range(0, len(data), PIECE):
+            left = data[start : start + PIECE]
+            while size < limit and (unpacked := unpacker.decompress(left, PIECE)):
+                size += len(unpacked)
+                left = unpacker.unconsumed_tail
+    return min(size, limit)
 
 
-def unpack(data: bytes, size: int, limit: int) -> bytes:
-    """The ``size`` bytes in a gzip of one member; for a thread. BadRequestError, TooLargeError for too many."""
-    unpacker = zlib.decompressobj(GZIP)
+def unpack(data: bytes, coding: str, size: int, limit: int) -> bytes:
+    """The ``size`` bytes in a packed body; for a thread. BadRequestError, TooLargeError for too many."""
+    unpacker = zlib.decompressobj(WINDOWS[coding])
     try:
         unpacked = unpacker.decompress(data, size + 1)
     except zlib.error:
@@ -53,7 +70,7 @@ def unpack(data: bytes, size: int, limit: int) -> bytes:
     if len(unpacked) > limit:
         raise too_large_error(f"more than {limit}", limit, "the unpacked body")
     if not unpacker.eof or unpacker.unused_data:
-        raise BadRequestError("the body is not one whole gzip member", hint="have the client library pack it")
+        raise BadRequestError(f"the body is not one whole {coding} stream", hint="have the client library pack it")
     return unpacked
 
 

@@ -145,7 +145,7 @@ HEADERS: dict[int, dict[str, str]] = {
     401: {"WWW-Authenticate": 'Bearer realm="layertap"'},
     408: {"Connection": "close"},
     413: {"Connection": "close"},
-    415: {"Accept-Encoding": "gzip"},  # of bodies
+    415: {"Accept-Encoding": "gzip, deflate"},  # of bodies
 }
 
 HINTS: dict[int, str] = {  # for errors without one

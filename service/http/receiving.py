@@ -15,7 +15,7 @@ from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.short_work import is_short
 from layertap.service.formats.negotiation import negotiate
 from layertap.service.formats.table import FORMATS, ReplyFormat
-from layertap.service.http.body import JSON, LONG_JSON, MULTIPART, is_packed, measure_unpacked, unpack
+from layertap.service.http.body import JSON, LONG_JSON, MULTIPART, measure_unpacked, read_coding, unpack
 from layertap.service.http.exchange import Exchange
 from layertap.service.http.query import Query
 from layertap.service.settings import Settings
@@ -92,18 +92,18 @@ async def receive(exchange: Exchange, parse: Parser[P], read_envelope: EnvelopeR
     settings = engine.settings
     text = exchange.scope["query_string"]
     envelope = read_envelope(head.get(b"accept", b""), head.get(b"content-type", b""), text)
-    packed = b"content-encoding" in head and is_packed(exchange.headers)
+    coding = read_coding(exchange.headers) if b"content-encoding" in head else None
     seconds = exchange.read_limit()
     ticket = exchange.ticket = engine.admission.admit(time.monotonic() + seconds, timings)
     data = await exchange.read_body(ticket.reserve_bytes)
     ticket.deadline = time.monotonic() + seconds  # the time on a slow network does not count
     exchange.watch_client()
-    if packed and data:
+    if coding and data:
+        limit = settings.max_body_bytes
         with timings.step("unpack"):
-            size = measure_unpacked(data, settings.max_body_bytes)
+            size = await engine.run_in_thread(partial(measure_unpacked, data, coding, limit), ticket.deadline)
             ticket.reserve_bytes(size)
-            unpack_all = partial(unpack, data, size, settings.max_body_bytes)
-            data = await engine.run_in_thread(unpack_all, ticket.deadline)
+            data = await engine.run_in_thread(partial(unpack, data, coding, size, limit), ticket.deadline)
     started = time.perf_counter()
     media_type = envelope.media_type
     try:

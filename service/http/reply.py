@@ -15,7 +15,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from layertap.models.errors import Fault
+from layertap.models.errors import Fault, escape
 from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.engine import Engine
@@ -30,6 +30,7 @@ from layertap.service.pictures.overlay import SentPicture
 
 PIECE = 2**20  # bytes that are sent at a time
 MAX_CLASSES, MAX_CLASSES_CHARACTERS = 64, 1536
+MAX_NAMED = 8  # fields in a warning
 SIZE = attrgetter("size")
 
 T = TypeVar("T")
@@ -78,6 +79,15 @@ def list_originals(
         return ()
     shown = [isinstance(item, ImageItem) and not item.is_tiff and item for item in items]
     return tuple(SentPicture(item.data, spec, max_pixels) if item else None for item in shown)
+
+
+def warn_of_ignored(features: Features, fields: Sequence[str]) -> Features:
+    """Features with a warning that names fields of the request without effect, if there are any."""
+    if not fields:
+        return features
+    named = ", ".join(escape(field) for field in fields[:MAX_NAMED])
+    warning = f"fields that mean nothing here were ignored: {named}"
+    return replace(features, warnings=(*features.warnings, warning))
 
 
 def describe_features(features: Features) -> dict[str, str]:

@@ -52,7 +52,7 @@ class Sender:
         self.kinds = kinds
         self.samples: list[Sample] = []
         self._allow = allow
-        self.client = httpx.AsyncClient(**make_options(url, None, {}), timeout=timeout, limits=LIMITS, trust_env=False)
+        self.client = httpx.AsyncClient(**make_options(url, None, {"trust_env": False}), timeout=timeout, limits=LIMITS)
 
     async def send_at(self, rate: float, duration: float) -> None:
         """Send so many requests a second for some seconds, and end when all are answered."""

@@ -16,7 +16,7 @@ from layertap.service.http.query import join_parts
 from layertap.service.http.receiving import MAX_KEPT, PICTURE, Envelope, write_rest
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.oip.encoding import HEADER, make_format
-from layertap.service.oip.schemas import InferBody
+from layertap.service.oip.schemas import InferBody, InferParameters
 from layertap.service.oip.tensors import read_items
 from layertap.service.schemas.bodies import ExtractBody
 from layertap.service.schemas.selection import LayerBody
@@ -30,6 +30,8 @@ HIGHEST_PRIORITY = 1  # 0 is the default, which is the same here
 OF_REQUEST = frozenset(
     ("pool", "normalize", "dtype", "interventions", "resume", "verify", "isolated", "prompt", "truncate")
 ) | {"objective", "class", "target"}
+SIMILAR = 0.7  # a parameter so similar to a known one is a slip of the pen
+OF_TRITON = ("classification", "shared_memory_region")  # parameters of an output that would be another reply
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,6 +41,7 @@ class AskedOutputs(ExtractRequest):
     binary: Mapping[str, bool]  # whether an output is sent after the JSON, by its requested name
     binary_default: bool  # the same for all others
     timeout_s: float | None
+    ignored: tuple[str, ...]  # names of parameters without effect
 
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -71,16 +74,22 @@ def locate(error: LayertapError, sent: SentInputs) -> LayertapError:
 
 def _read_body(body: InferBody, settings: Settings, model: str) -> AskedOutputs:
     """The request in a body; RequestError, TooLargeError."""
-    own, others = body.parameters, body.parameters.model_extra or {}
-    for name in others.keys() - OF_REQUEST:
-        hint = suggest(find_nearest(name, sorted(OF_REQUEST))) or f"use {', '.join(sorted(OF_REQUEST))}"
-        raise RequestError(f"parameters: the parameter {escape(name)} is not taken", hint=hint)
-    request = validate(ExtractBody, join_parts(others), "/parameters")
+    own, given = body.parameters, body.parameters.model_extra or {}
+    ignored = tuple(name for name in given if name not in OF_REQUEST)
+    for name in ignored:  # a slip of the pen must not change the answer unseen
+        if near := find_nearest(name, sorted(OF_REQUEST | InferParameters.model_fields.keys()), cutoff=SIMILAR):
+            raise RequestError(f"parameters: the parameter {escape(name)} is not taken", hint=suggest(near))
+    for each in body.outputs:
+        if changing := [name for name in OF_TRITON if (each.parameters.model_extra or {}).get(name)]:
+            detail = f"outputs: the parameter {escape(changing[0])} is not taken"
+            raise RequestError(detail, hint="leave it out: the reply has the values themselves")
+    fields = {name: value for name, value in given.items() if name in OF_REQUEST}
+    request = validate(ExtractBody, join_parts(fields), "/parameters")
     check_results(len(body.outputs), settings.max_results)
     names = [each.name for each in body.outputs]
     embedding = request.request_fields["embedding"] if not names or EMBEDDING in names else None
-    given = {each.name: each.parameters.binary_data for each in body.outputs}
-    binary = {name: own.binary_data_output if each is None else each for name, each in given.items()}
+    asked = {each.name: each.parameters.binary_data for each in body.outputs}
+    binary = {name: own.binary_data_output if each is None else each for name, each in asked.items()}
     fields = request.request_fields | {
         "model": model,
         "selectors": _read_layers(names, request),
@@ -92,6 +101,7 @@ def _read_body(body: InferBody, settings: Settings, model: str) -> AskedOutputs:
         binary=binary,
         binary_default=own.binary_data_output,
         timeout_s=own.timeout / 1e6 if own.timeout else None,
+        ignored=ignored,
         **fields,
     )
 

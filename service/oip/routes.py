@@ -20,7 +20,7 @@ from layertap.service.http.application import ExchangeRoute
 from layertap.service.http.exchange import Exchange
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.receiving import make_envelope_reader, receive
-from layertap.service.http.reply import BuffersResponse, describe_features, run_encoder
+from layertap.service.http.reply import BuffersResponse, describe_features, run_encoder, warn_of_ignored
 from layertap.service.http.routes import health
 from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION, encode_reply
 from layertap.service.oip.parsing import EMBEDDING, locate, parse_infer
@@ -45,7 +45,7 @@ async def infer(exchange: Exchange, name: str, version: str = VERSION) -> Respon
     (asked, sent, request_id), ticket = await receive(exchange, parse, read_envelope)
     exchange.shorten(asked.timeout_s)
     try:
-        features = await engine.extract(asked, sent, ticket)
+        features = warn_of_ignored(await engine.extract(asked, sent, ticket), asked.ignored)
     except LayertapError as error:
         raise locate(error, sent) from None
     headers = describe_features(features)

@@ -23,14 +23,15 @@ class InputParameters(StrictBody):
 
 
 class OutputParameters(StrictBody):
-    """The parameters of an output."""
+    """The parameters of an output; others are ignored unless they would change it."""
 
-    content_type: Any = None  # of MLServer: without effect
+    model_config = ConfigDict(extra="allow")
+
     binary_data: StrictBool | None = None  # whether it is sent after the JSON
 
 
 class InferParameters(StrictBody):
-    """The parameters of an inference, and fields of ``POST /extract``."""
+    """The parameters of an inference, and fields of ``POST /extract``; others are ignored, with a warning."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from starlette.responses import JSONResponse, Response
 
-from layertap.models.errors import Fault, RequestError, escape
+from layertap.models.errors import Fault, RequestError
 from layertap.models.plan.plan import ResultSize
 from layertap.service.engine.collect.results import find_wrong_row
 from layertap.service.engine.engine import Engine
@@ -23,11 +23,10 @@ from layertap.service.http.application import ExchangeRoute
 from layertap.service.http.exchange import Exchange
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.receiving import make_envelope_reader, receive
-from layertap.service.http.reply import BuffersResponse, describe_features, run_encoder
+from layertap.service.http.reply import BuffersResponse, describe_features, run_encoder, warn_of_ignored
 from layertap.service.openai import embeddings
 
 ASK = "POST /extract shows the numbers; ask for another layer, or leave this input out"
-MAX_NAMED = 8
 JSON = replace(FORMATS["json"], instead='ask for "encoding_format": "base64"')
 read_envelope = make_envelope_reader({JSON.name: JSON})
 
@@ -77,11 +76,7 @@ routes = [
 
 def _encode(parts: Sequence[Features], asked: embeddings.AskedEmbeddings) -> tuple[Features, Buffers]:
     """Concatenate the features of all parts and encode the reply."""
-    features = join_features(parts)
-    if asked.ignored:
-        fields = ", ".join(escape(field) for field in asked.ignored[:MAX_NAMED])
-        warning = f"fields that mean nothing here were ignored: {fields}"
-        features = replace(features, warnings=(*features.warnings, warning))
+    features = warn_of_ignored(join_features(parts), asked.ignored)
     if asked.dimensions is not None:
         features = embeddings.shorten(features, asked.dimensions)
     if (found := find_wrong_row(features)) is not None:  # these clients accept no null

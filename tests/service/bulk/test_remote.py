@@ -40,6 +40,17 @@ def test_by_a_server(command: Command, live: Live, tmp_path: Path) -> None:
         np.testing.assert_allclose(*zip(*good, strict=True), atol=1e-5)
 
 
+def test_proxies(command: Command, live: Live, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxies of the environment don't stand before this machine; one that can't be used is one line, and at once."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "socks://127.0.0.1:9")
+    words = ("bulk", folder / "0000*.jpg", *WORDS, "--out", tmp_path / "out.parquet", "--url")
+    done = command(*words, "http://layertap.example:8000")
+    assert (done.status, len(done.notes.splitlines())) == (2, 1)
+    assert "ALL_PROXY can't be used" in done.notes
+    assert command(*words, live.url).status == 0
+
+
 @pytest.mark.slow
 def test_within_a_servers_limits(command: Command, serve: Serve, tmp_path: Path) -> None:
     """A server that takes few inputs, small bodies and little to reply is asked for so much at a time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import tracemalloc
+import zlib
 
 import pytest
 from hypothesis import given
@@ -28,48 +29,64 @@ def headers(coding: str, media_type: str = "application/json") -> dict[str, str]
     return {"content-type": media_type, "content-encoding": coding}
 
 
-@pytest.mark.parametrize("coding", ["GZip,", "identity", ""])
+PACKERS = {"gzip": gzip.compress, "deflate": zlib.compress}
+
+
+@pytest.mark.parametrize("coding", ["GZip,", "Deflate", "identity", ""])
 def test_taken(live: Live, coding: str) -> None:
     """A packed body is the body that it holds."""
-    packed = "gzip" in coding.lower()
-    reply = live.client.post("/extract", content=gzip.compress(JSON) if packed else JSON, headers=headers(coding))
+    pack = PACKERS.get(coding.lower().strip(","), bytes)
+    reply = live.client.post("/extract", content=pack(JSON), headers=headers(coding))
     assert reply.status_code == 200, reply.text
     assert reply.content == live.client.post("/extract", json=BODY).content
-    assert ("unpack" in reply.headers["server-timing"]) == packed
+    assert ("unpack" in reply.headers["server-timing"]) == (pack is not bytes)
 
 
 BROKEN = {
     "no gzip": JSON,
     "another checksum": gzip.compress(JSON)[:-8] + b"\0\0\0\0" + gzip.compress(JSON)[-4:],
     "gzip and rubbish": gzip.compress(JSON) + b"rubbish",
+    "zlib": zlib.compress(JSON),
+}
+BROKEN_ZLIB = {
+    "no zlib": JSON,
+    "another checksum": zlib.compress(JSON)[:-4] + b"\0\0\0\0",
+    "zlib and rubbish": zlib.compress(JSON) + b"rubbish",
+    "cut": zlib.compress(JSON)[:-9],
+    "gzip": gzip.compress(JSON),
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken(live: Live, control: Control, name: str) -> None:
+@pytest.mark.parametrize(
+    ("coding", "name"), [*(("gzip", name) for name in BROKEN), *(("deflate", name) for name in BROKEN_ZLIB)]
+)
+def test_broken(live: Live, control: Control, coding: str, name: str) -> None:
     """What does not unpack to its end is refused."""
-    body = problem(live.client.post("/extract", content=BROKEN[name], headers=headers("gzip")), 400)
-    assert "gzip" in body["detail"] or "JSON" in body["detail"]
+    data = {"gzip": BROKEN, "deflate": BROKEN_ZLIB}[coding][name]
+    body = problem(live.client.post("/extract", content=data, headers=headers(coding)), 400)
+    assert coding in body["detail"] or "JSON" in body["detail"]
     control.check()
 
 
-@pytest.mark.parametrize("coding", ["gzip, gzip", "gzip, identity, gzip", "br", "zstd", "*"])
+@pytest.mark.parametrize("coding", ["gzip, gzip", "gzip, identity, gzip", "deflate, gzip", "br", "zstd", "*"])
 def test_codings_that_are_not_taken(live: Live, coding: str) -> None:
     """One coding, of those that are taken: what is packed twice is refused, unread, with what is taken."""
     reply = live.client.post("/extract", content=gzip.compress(gzip.compress(JSON)), headers=headers(coding))
     body = problem(reply, 415)
     assert "Content-Encoding: gzip" in body["errors"][0]["hint"]
-    assert reply.headers["accept-encoding"] == "gzip"
+    assert reply.headers["accept-encoding"] == "gzip, deflate"
 
 
+@pytest.mark.parametrize("coding", PACKERS)
 @pytest.mark.parametrize("nested", [False, True])
-def test_bomb(serve: Serve, nested: bool) -> None:
+def test_bomb(serve: Serve, nested: bool, coding: str) -> None:
     """A body of kilobytes that unpacks to very much is refused at the limit, and takes little more than twice that."""
-    data = gzip.compress(BOMB) if nested else BOMB
+    bomb = BOMB if coding == "gzip" else zlib.compress(bytes(200 * MIB))
+    data = PACKERS[coding](bomb) if nested else bomb
     with serve() as live:
         tracemalloc.start()
         try:
-            reply = live.client.post("/extract", content=data, headers=headers("gzip"))
+            reply = live.client.post("/extract", content=data, headers=headers(coding))
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -82,11 +99,12 @@ def test_bomb(serve: Serve, nested: bool) -> None:
         wait_until(lambda: gauges(live)["queue_bytes"] == 0)
 
 
-def test_memory_is_reserved(serve: Serve) -> None:
+@pytest.mark.parametrize("coding", PACKERS)
+def test_memory_is_reserved(serve: Serve, coding: str) -> None:
     """What is unpacked counts to the bytes that the queue holds."""
     with serve(max_queue_bytes=8 * MIB) as live:
         large, small = (
-            live.client.post("/extract", content=gzip.compress(JSON.ljust(size)), headers=headers("gzip"))
+            live.client.post("/extract", content=PACKERS[coding](JSON.ljust(size)), headers=headers(coding))
             for size in (20 * MIB, 0)
         )
     detail = problem(large, 413)["detail"]
@@ -95,17 +113,22 @@ def test_memory_is_reserved(serve: Serve) -> None:
     assert small.status_code == 200
 
 
-@given(data=st.data(), part=st.binary(max_size=3000), times=st.sampled_from([1, 7, 2000]))
-def test_any_bytes(data: st.DataObject, part: bytes, times: int) -> None:
+@given(
+    data=st.data(),
+    part=st.binary(max_size=3000),
+    times=st.sampled_from([1, 7, 2000]),
+    coding=st.sampled_from(sorted(PACKERS)),
+)
+def test_any_bytes(data: st.DataObject, part: bytes, times: int, coding: str) -> None:
     """Whatever was packed comes out again; what is cut off or changed is refused, and takes no more than it says."""
     content = part * times
-    packed = gzip.compress(content)
-    assert unpack(packed, measure_unpacked(packed, MIB * 8), MIB * 8) == content
+    packed = PACKERS[coding](content)
+    assert unpack(packed, coding, measure_unpacked(packed, coding, MIB * 8), MIB * 8) == content
     place = data.draw(st.integers(0, len(packed) - 1))
     changes = [packed[:place], packed[:place] + b"\xff" + packed[place + 1 :], packed + b"\x01"]
     changed = data.draw(st.sampled_from(changes))
     try:
-        found = unpack(changed, measure_unpacked(changed, MIB * 8), MIB * 8)
+        found = unpack(changed, coding, measure_unpacked(changed, coding, MIB * 8), MIB * 8)
     except LayertapError:
         return
     assert found == content  # the change was in what says nothing of it

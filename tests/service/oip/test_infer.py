@@ -127,6 +127,23 @@ def test_parameters(live: Live, client: Any) -> None:
     assert set(expected) == {"block1", "block1.scale"}
 
 
+def test_open_parameters(live: Live, client: Any) -> None:
+    """What clients and proxies of other servers add is passed over, and named, where it can't change the answer."""
+    ask, outputs = [make_input("image", PIXELS)], make_outputs("head")
+    own = {"request_trace": "00-1", "retry": True}
+    found = client.infer("digits", ask, outputs=outputs, sequence_id=7, sequence_start=True, parameters=own)
+    assert same(read_outputs(found), native(live, "head"))
+    assert all(name in found.get_response()["parameters"]["warnings"] for name in (*own, "sequence_id"))
+    rows = {"name": "image", "shape": [3, 3, 32, 32], "datatype": "FP32", "data": PIXELS.tolist()}
+    output = {"name": "head", "parameters": {"content_type": "np", "classification": 0, "headers": {}}}
+    of_mlserver = {"content_type": "np", "headers": {"Ce-Id": "1"}}
+    sent = body(rows | {"parameters": of_mlserver}, outputs=[output], parameters=of_mlserver)
+    reply = live.client.post("/v2/models/digits/infer", **sent)
+    (head,) = reply.json()["outputs"]
+    np.testing.assert_allclose(np.reshape(head["data"], head["shape"]), native(live, "head")["head"], atol=1e-6)
+    assert reply.json()["parameters"]["warnings"] == "fields that mean nothing here were ignored: 'headers'"
+
+
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])
 def test_pictures(live: Live, client: Any, shape: tuple[int, ...]) -> None:
     """Encoded pictures are decoded and preprocessed as the native route does it."""
@@ -223,7 +240,7 @@ def test_bfloat16(typed: Live) -> None:
     assert "BF16" in read_error(refused, 400)
 
 
-@pytest.mark.parametrize(("packed", "asked"), [("gzip", None), (None, "deflate"), ("gzip", "gzip")])
+@pytest.mark.parametrize(("packed", "asked"), [("gzip", None), ("deflate", "deflate"), ("gzip", "gzip")])
 def test_compression(live: Live, client: Any, packed: str | None, asked: str | None) -> None:
     """Bodies packed by the client are taken, and replies come as they are, whatever it asks for."""
     for binary in (True, False):
