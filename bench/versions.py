@@ -88,7 +88,7 @@ def survey_architecture(library: str, name: str) -> dict[str, Any]:
     if _count_parameters(built.module) > MAX_PARAMETERS:
         return {"skipped": "large"}
     fill_weights(built.module)
-    weights, identity = identify_model(built, spec)
+    weights, identity, _ = identify_model(built, spec)
     with torch.no_grad():
         output = call_module(make_noise_row(built.inputs, torch.device("cpu"), torch.float32), built.module)
     tensors = list(_find_tensors(output))

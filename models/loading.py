@@ -90,7 +90,7 @@ def load_model(
     with build_beside():
         built = build.build_model(spec)
         spec, casts, warnings = _choose_dtype(built, spec)
-        digest, identity = identify_model(built, spec)
+        digest, identity, space = identify_model(built, spec)
         module = _place_module(built.module, spec, device)
         with label_failures("forward"):
             takes_by_position(module, tuple(dict.fromkeys(each.name.partition(".")[0] for each in built.inputs)))
@@ -122,6 +122,7 @@ def load_model(
             weights=built.weights,
             digest=digest,
             identity=identity,
+            space=space,
             threads=threads,
             catalogs=CatalogCache(configured, inputs.shapes, crossing=crossing),
             report=built.report,
@@ -166,15 +167,16 @@ def _survey_further(model: LoadedModel, run: RunForwards) -> LoadedModel:
     return model
 
 
-def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str]:
-    """The digest of a model's weights, and its part of every fingerprint."""
+def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str, str]:
+    """The digest of a model's weights, and its parts of every fingerprint and of every space."""
     weights = digest_weights(built.module, saved_only=built.named)
     tree = None if built.named else built.module
-    structure = fingerprint.digest_architecture(built.architecture, built.settings, tree)
     reachable, unread = digest_reachable(built.module, built.code) if built.code else ("", ())
+    structure = f"{fingerprint.digest_architecture(built.architecture, built.settings, tree)} {reachable}".rstrip()
+    space = fingerprint.digest_architecture(weights, structure)
     identity = fingerprint.digest_model(
         weights,
-        f"{structure} {reachable}".rstrip(),
+        structure,
         spec.precision,
         built.preprocess if spec.preprocess != "none" else None,
         built.inputs,
@@ -184,8 +186,8 @@ def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str]:
     if unread:
         fields = {"model": spec.name, "unread": unread}
         log.warning("fingerprints of a model are unproven: it holds what can't be read", extra={"fields": fields})
-        identity = fingerprint.make_unproven(identity)
-    return weights, identity
+        identity, space = fingerprint.make_unproven(identity), fingerprint.make_unproven(space)
+    return weights, identity, space
 
 
 def _choose_dtype(built: build.BuiltModel, spec: ModelSpec) -> tuple[ModelSpec, Mapping[str, str], tuple[str, ...]]:

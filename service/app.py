@@ -36,7 +36,7 @@ from layertap.service.version import get_version
 
 ROUTERS = (extract.router, sweep.router, models.router, health.router)
 EXPOSED = (  # headers of a reply that pages of other origins may read
-    *("X-Layertap-Fingerprint", "X-Layertap-Warnings", "X-Layertap-Skipped", "X-Layertap-Verified"),
+    *("X-Layertap-Fingerprint", "X-Layertap-Space", "X-Layertap-Warnings", "X-Layertap-Skipped", "X-Layertap-Verified"),
     *("X-Layertap-Top-Classes", "X-Request-ID", "Retry-After", "Server-Timing"),
 )
 PROBLEM_ENCODERS = {

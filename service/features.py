@@ -35,6 +35,7 @@ class Receipt:
     pool: str
     normalize: bool = False
     fingerprint: str
+    space: str = ""  # equal for vectors that may be compared; "" for maps and effects, and rows of several spaces
     function: str = ""  # such as "add#0", called by the layer
     row_axis: int | None = 0  # of the result; None: all rows share it
     entries_per_row: int = 1  # on that axis, side by side unless ``row_order`` says otherwise
@@ -127,6 +128,11 @@ class Features:
     top_effects: tuple[tuple[TopEffect, ...], ...] = ()  # of each row, largest first
 
     @property
+    def space(self) -> str:
+        """The space of all results, "" if they have several."""
+        return get_common([receipt.space for receipt in self.receipts.values()])
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
         return sum(array.nbytes for array in (*self.arrays.values(), *self.scales.values()))
@@ -135,6 +141,12 @@ class Features:
     def skipped(self) -> tuple[int, ...]:
         """The indexes in the request of the inputs that were left out."""
         return list_skipped(self.errors)
+
+
+def get_common(spaces: Iterable[str]) -> str:
+    """The space that several are, "" if they differ."""
+    first, *others = {*spaces} or {""}
+    return "" if others else first
 
 
 def list_skipped(faults: Iterable[Fault]) -> tuple[int, ...]:

@@ -28,7 +28,8 @@ class Result(Mapping[str, Array]):
     All arrays are writable views of the reply's body, which they own together: it lives as long as one of them does, so
     copy what is small and to be kept. ``scales`` has for each int8 array float32 factors along axis 0. ``rows`` counts
     the inputs that were used, ``skipped`` has the places of the others and ``errors`` why. ``receipts`` says where each
-    array came from, ``fingerprint`` is that of the whole reply; ``fingerprints`` has those of its arrays. ``attempts``
+    array came from, ``fingerprint`` is that of the whole reply; ``fingerprints`` has those of its arrays. ``space`` is
+    that of all vectors, "" where they have several, by their receipts: those of one space may be compared. ``attempts``
     counts how often the request was sent. ``top_effects``: of a sweep, each input's largest;
     ``top_classes``: of an explanation, each picture's best, with ``class``, ``score`` and perhaps ``probability`` and
     ``label``.
@@ -49,6 +50,7 @@ class Result(Mapping[str, Array]):
     attempts: int = 1
     top_effects: tuple[tuple[Mapping[str, Any], ...], ...] = ()
     top_classes: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    space: str = ""
 
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]
@@ -110,6 +112,7 @@ def read_result(reply: Reply) -> Result:
         reply.attempts,
         tuple(map(tuple, lists["top_effects"])),
         tuple(map(tuple, lists["top_classes"])),
+        metadata.get("space", ""),
     )
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints: digests of everything that decides whether two vectors are comparable.
+"""Fingerprints: digests of everything that decides a vector's numbers; spaces: of what makes vectors comparable.
 
 Equal fingerprints mean: the same weights, architecture (a library's name and arguments, or the operator's own code and
 all that it reads), model dtype, preprocessing, layer, call, path, site, projection, narrowing, statistics,
@@ -15,7 +15,7 @@ import json
 import re
 import secrets
 from collections.abc import Container, Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
@@ -26,7 +26,7 @@ from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.plan.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.plan.requested import Reduction, TensorData
 from layertap.models.points import Point
-from layertap.models.spec import Decode, InputSpec, Preprocessed, Tower
+from layertap.models.spec import Decode, InputSpec, Pool, Preprocessed, Tower
 
 RECIPE = 1  # raise it when the meaning of a pooling, a preprocessing step or a decoder changes
 SURVEYED = frozenset({"values", "longest", "long_axis", "example"})  # fields of an input that say what a survey sends
@@ -104,6 +104,19 @@ def digest_result(
     ``layout``: what ``get_given_layout`` says of its tensor.
     """
     return _digest([model, _to_plain_data(point), _to_plain_data(reduction), changes, layout], model)
+
+
+def digest_space(
+    model: str, point: Point, reduction: Reduction, changes: str | None = None, layout: str | None = None
+) -> str:
+    """The space of one result: cosines between vectors of one space mean something, however their inputs were made.
+
+    ``model``: of its weights and its architecture, without what its inputs go through; the rest as ``digest_result``.
+    Lengths, the reply's dtype and its shape change no direction.
+    """
+    pool: Pool = "none" if reduction.pool == "flatten" else reduction.pool
+    reduction = replace(reduction, pool=pool, normalize=False, dtype="float32")
+    return digest_result(model, point, reduction, changes, layout)
 
 
 def get_given_layout(info: TensorInfo) -> str | None:

@@ -91,6 +91,7 @@ class ModelInfo:
     weights: str
     digest: str  # of the weights as loaded
     identity: str  # the model's part of every fingerprint
+    space: str  # the model's part of every space
     threads: int  # that surveys use on a CPU
     catalogs: CatalogCache
     model_embedding: ModelEmbedding | None = None  # the tensor of a request without layers; None if there is none

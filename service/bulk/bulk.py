@@ -269,6 +269,7 @@ def _finish(job: Job, manifest: Manifest, reducer: Reducer | None) -> None:
     metadata = {  # ``layertap check`` reads it
         "model": outline.model,
         "fingerprint": outline.fingerprint,
+        "space": outline.space,
         "receipts": orjson.dumps(outline.receipts_by_column).decode(),
         "question": orjson.dumps(manifest.question).decode(),
     }

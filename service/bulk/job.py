@@ -86,6 +86,11 @@ class Outline:
         return replace(self, columns={key: replace(column, name=name) for (key, column), name in named})
 
     @property
+    def space(self) -> str:
+        """The spaces of the results, in their order."""
+        return ",".join(str(receipt.get("space", "")) for receipt in self.receipts.values())
+
+    @property
     def receipts_by_column(self) -> dict[str, Mapping[str, Any]]:
         """The receipts by the names that results have in files."""
         return {column.name: self.receipts[key] for key, column in self.columns.items()}

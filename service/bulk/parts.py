@@ -22,9 +22,13 @@ from layertap.service.features import Array
 
 REDUCED = "reductions"  # a layout
 PART = "part-{start:012d}"
-RESERVED = frozenset({"key", "digest", "fingerprint", "error", "shard", "row"})
+RESERVED = frozenset({"key", "digest", "fingerprint", "space", "error", "shard", "row"})
 GROUP_ROWS, GROUP_BYTES = 8192, 64 * 2**20  # of a row group of the final file
-OPTIONS: dict[str, Any] = {"compression": "zstd", "compression_level": 1, "use_dictionary": ["fingerprint", "error"]}
+OPTIONS: dict[str, Any] = {
+    "compression": "zstd",
+    "compression_level": 1,
+    "use_dictionary": ["fingerprint", "space", "error"],
+}
 
 
 @dataclass
@@ -96,6 +100,7 @@ class PartWriter:
             columns |= {name: kept[name].cast(kind) for name, kind in self.kept.items()}
         columns |= WRITERS[self.layout](self, shard, good)
         columns["fingerprint"] = pa.array(fingerprints, pa.string())
+        columns["space"] = pa.array([self.outline.space if each else None for each in good], pa.string())
         columns["error"] = pa.array(errors, pa.string())
         return pa.table(columns, metadata={})
 

@@ -36,7 +36,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class StoredReceipts:
-    """The receipts of results that a model gave, by their keys; ``foreign_rows`` were made by something else."""
+    """The receipts of results that a model gave, by their keys; ``foreign_rows`` have vectors of other spaces."""
 
     model: str
     receipts: Mapping[str, Mapping[str, Any]]
@@ -51,7 +51,7 @@ async def check_index(index: Path, model: str | None, url: str | None, config: P
     stored = read_stored_receipts(index)
     name, good = model or stored.model, not stored.foreign_rows
     if stored.foreign_rows:
-        say(f"{index}: {stored.foreign_rows} rows have another fingerprint (see the column): embed them again")
+        say(f"{index}: {stored.foreign_rows} rows are of another space (see the column): embed them again")
     async with connect(url, config, name) as client:
         for key, receipt in stored.receipts.items():
             verdict = await _check_receipt(client, name, receipt)
@@ -100,9 +100,11 @@ def _compare(receipt: Mapping[str, Any], before: Probe | None, now: Mapping[str,
     same_name = receipt.get("fingerprint") == now["fingerprint"]
     after = parse_probe(now.get("probe"))
     if before is None or after is None:
-        if same_name:
-            return Verdict("same fingerprint; it has no probe, so numbers were not compared", good=True)
-        return Verdict("another fingerprint; it has no probe, so numbers were not compared", good=False)
+        space = receipt.get("space")
+        good = same_name or (bool(space) and space == now.get("space"))
+        what = "fingerprint" if same_name or not space else "space"
+        words = f"{'same' if good else 'another'} {what}; it has no probe, so numbers were not compared"
+        return Verdict(words, good)
     if before.input != after.input:
         return Verdict(f"made of a {before.input}, which this model does not take", good=False)
     change = measure_change(before, after)
@@ -136,10 +138,10 @@ def _read_safetensors(file: Path) -> Any:
 
 
 def _read_parquet(file: Path) -> Any:
-    table = import_parquet().read_table(file, columns=["fingerprint"])  # files that somebody joined have several
+    table = import_parquet().read_table(file, columns=["space"])  # files that somebody joined have several
     facts = {name.decode(): value.decode() for name, value in (table.schema.metadata or {}).items()}
-    rows = table["fingerprint"].to_pylist()
-    return {**facts, "foreign_rows": sum(each not in (None, facts["fingerprint"]) for each in rows)}
+    rows = table["space"].to_pylist()
+    return {**facts, "foreign_rows": sum(each not in (None, facts["space"]) for each in rows)}
 
 
 def _read_job(folder: Path) -> Any:

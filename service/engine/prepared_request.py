@@ -50,11 +50,11 @@ class PreparedRequest:
 
     For the forward: ``spec``.
 
-    For the reply: ``fingerprints`` by result key. ``reply_bytes``: what its text takes beside the arrays. ``mask``
-    names the model input that is the attention mask. ``rows_per_forward``: how many rows a forward has, if rows affect
-    each other. ``preprocessed`` says who preprocessed the rows. ``labels`` names the model's classes. ``changed``: for
-    each intervention of the request, but not of single inputs, the points it changes. ``receipts`` keeps those that
-    are the same for all requests, by number of rows.
+    For the reply: ``fingerprints`` and ``spaces`` by result key. ``reply_bytes``: what its text takes beside the
+    arrays. ``mask`` names the model input that is the attention mask. ``rows_per_forward``: how many rows a forward
+    has, if rows affect each other. ``preprocessed`` says who preprocessed the rows. ``labels`` names the model's
+    classes. ``changed``: for each intervention of the request, but not of single inputs, the points it changes.
+    ``receipts`` keeps those that are the same for all requests, by number of rows.
     """
 
     key: BatchKey
@@ -65,6 +65,7 @@ class PreparedRequest:
     spec: ForwardSpec = NO_FORWARD
     catalog: Catalog = NO_CATALOG
     fingerprints: Mapping[str, str] = field(default_factory=dict)
+    spaces: Mapping[str, str] = field(default_factory=dict)
     reply_bytes: int = 0
     mask: str | None = None
     rows_per_forward: int | None = None

@@ -229,7 +229,7 @@ def _make_map(features: Features, asked: MapRequest, taps: Sequence[Tap], prefix
         features,
         fingerprint=digest,
         arrays={key: make_map(captured)},
-        receipts={key: replace(last, layout=asked.spec.layout, method=asked.method, fingerprint=digest)},
+        receipts={key: replace(last, layout=asked.spec.layout, method=asked.method, fingerprint=digest, space="")},
     )
 
 

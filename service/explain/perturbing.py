@@ -232,7 +232,7 @@ def _make_receipts(method: PerturbedMethod, part: Features, settings: Perturbati
             labels = name_classes(method.model.labels, classes) if classes is not None else None
             receipt = replace(receipt, classes=classes, labels=labels)
         digest = fingerprint.digest_explanation(made_by, results)
-        receipts[key] = replace(receipt, layout=asked.spec.layout, method=asked.method, fingerprint=digest)
+        receipts[key] = replace(receipt, layout=asked.spec.layout, method=asked.method, fingerprint=digest, space="")
     return receipts
 
 

@@ -370,7 +370,7 @@ def _collect_row(prepared: PreparedSweep, row: SweptRow, edited: SweptRow, swept
     klass = row.swept.objective.objective.klass
     classes = (klass,) if isinstance(klass, int) else None
     labels = name_classes(row.job.prepared.labels, classes) if classes is not None else None
-    shared: dict[str, Any] = {"layout": None, "metric": kind, "classes": classes, "labels": labels}
+    shared: dict[str, Any] = {"layout": None, "metric": kind, "classes": classes, "labels": labels, "space": ""}
     objective = fingerprint.digest_changes([swept.objective])
     digest = _digest("metric", row.job.prepared.fingerprints[METRIC], objective)
     edited_from = _digest("metric", swept.fingerprint, objective)

@@ -38,6 +38,7 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
     document = {
         "model": features.model,
         "fingerprint": features.fingerprint,
+        **({"space": features.space} if features.space else {}),
         "rows": features.rows,
         "features": {key: _make_entry(features, key, options.encoding) for key in features.arrays},
         "receipts": describe_receipts(features),

@@ -48,6 +48,7 @@ def describe_as_text(features: Features) -> dict[str, str]:
     return {
         "model": features.model,
         "fingerprint": features.fingerprint,
+        **({"space": features.space} if features.space else {}),
         "rows": str(features.rows),
         **({"skipped": ",".join(map(str, features.skipped))} if features.skipped else {}),
         **{name: orjson.dumps(value).decode() for name, value in {**described, **describe_extras(features)}.items()},

@@ -93,6 +93,8 @@ def warn_of_ignored(features: Features, fields: Sequence[str]) -> Features:
 def describe_features(features: Features) -> dict[str, str]:
     """The headers of a reply with features."""
     headers = {"X-Layertap-Fingerprint": features.fingerprint}
+    if features.space:
+        headers["X-Layertap-Space"] = features.space
     if features.errors:
         headers |= describe_skipped(features.errors)
     if features.verified:

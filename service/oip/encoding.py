@@ -34,11 +34,12 @@ def encode_reply(
     arrays = {name: to_little_endian(array) for name, array in name_arrays(features).items()}
     behind = _find_behind(arrays, binary, binary_default)
     warnings = {"warnings": "; ".join(features.warnings)} if features.warnings else {}
+    space = {"space": features.space} if features.space else {}
     head = {
         "model_name": features.model,
         "model_version": VERSION,
         **({"id": request_id} if request_id else {}),
-        "parameters": {"fingerprint": features.fingerprint} | warnings,
+        "parameters": {"fingerprint": features.fingerprint} | space | warnings,
         "outputs": [_describe_output(name, array, features, name in behind) for name, array in arrays.items()],
     }
     return write_json(head), [view_bytes(array) for name, array in arrays.items() if name in behind]
@@ -64,7 +65,7 @@ def _find_behind(names: Collection[str], binary: Mapping[str, bool], binary_defa
 def _describe_output(name: str, array: Array, features: Features, is_behind: bool) -> dict[str, Any]:
     parameters: dict[str, Any] = {"binary_data_size": array.nbytes} if is_behind else {}
     if receipt := features.receipts.get(name):
-        parameters["fingerprint"] = receipt.fingerprint
+        parameters |= {"fingerprint": receipt.fingerprint, "space": receipt.space}
     described: dict[str, Any] = {"name": name, "datatype": DATATYPES[array.dtype.name], "shape": array.shape}
     described |= {"parameters": parameters} if parameters else {}
     return described if is_behind else described | {"data": array.reshape(-1)}

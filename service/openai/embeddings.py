@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -35,6 +35,8 @@ from layertap.service.settings import Settings
 
 MAX_INPUTS = 2048  # OpenAI's limit
 OWN = ("input", "user")  # the fields of ``InputBody``
+HINTS = ("prompt_name", "input_type", "task")  # fields of other servers that name a prompt, the first one first
+DOCUMENTS = ("document", "passage", "corpus")  # prompts that sentence-transformers takes for documents
 URL_SCHEMES = ("http://", "https://")
 STATUS = {422: 400}  # all others stay the same
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -88,6 +90,8 @@ class AskedEmbeddings(ExtractRequest):
     dimensions: int | None
     modality: Kind | None
     ignored: tuple[str, ...]  # names of fields without effect
+    hints: Mapping[str, str] = field(default_factory=dict)  # fields of other servers, which may name a prompt
+    chosen: dict[Hashable, AskedEmbeddings] = field(default_factory=dict)  # by what ``choose_prompt`` finds
 
 
 _asked: LRUCache[Hashable, AskedEmbeddings] = LRUCache(MAX_KEPT)  # clients ask the same over and over
@@ -127,6 +131,7 @@ def parse_embeddings(envelope: Envelope, data: bytes, settings: Settings) -> tup
 def _read_body(body: EmbeddingsBody, envelope: Envelope, settings: Settings) -> AskedEmbeddings:
     name, embedding = read_field("/model", lambda: parse_model_id(body.model))
     encoding: Encoding = "base64" if body.encoding_format == "base64" else "list"
+    others = body.model_extra or {}
     return AskedEmbeddings(
         model=name,
         embedding=embedding,
@@ -136,8 +141,27 @@ def _read_body(body: EmbeddingsBody, envelope: Envelope, settings: Settings) -> 
         model_id=body.model,
         dimensions=body.dimensions,
         modality=body.modality,
-        ignored=tuple(body.model_extra or ()),
+        ignored=tuple(others),
+        hints={name: value for name in HINTS if isinstance(value := others.get(name), str)},
     )
+
+
+def choose_prompt(asked: AskedEmbeddings, prompts: Collection[str]) -> AskedEmbeddings:
+    """The request with the first prompt, of those that a model has, which fields of other servers name."""
+    named = {name: _find_prompt(value, prompts) for name, value in asked.hints.items()}
+    prompt = asked.prompt or next(filter(None, named.values()), None)
+    ignored = tuple(name for name in asked.ignored if named.get(name) is None or named[name] != prompt)
+    if (chosen := asked.chosen.get((prompt, ignored))) is None:
+        chosen = asked.chosen[prompt, ignored] = replace(asked, prompt=prompt, ignored=ignored)
+        if asked.remembered:
+            chosen.remember()
+    return chosen
+
+
+def _find_prompt(name: str, prompts: Collection[str]) -> str | None:
+    """The prompt of a name, for documents also by another of their names."""
+    names = (name, *DOCUMENTS) if name in DOCUMENTS else (name,)
+    return next((each for each in names if each in prompts), None)
 
 
 def _read_item(entry: Entry, modality: Kind | None) -> InputItem:
@@ -167,6 +191,7 @@ def encode_embeddings(features: Features, model_id: str, encoding: Encoding) -> 
         "data": [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(written)],
         "model": model_id,
         "fingerprint": features.fingerprint,
+        "space": features.space,
         "usage": {"prompt_tokens": features.tokens, "total_tokens": features.tokens},
     }
     return write_json(body)
@@ -214,4 +239,6 @@ def shorten(features: Features, dimensions: int) -> Features:
     lengths = np.linalg.norm(shorter, axis=1, keepdims=True)
     shorter = shorter / np.where(lengths == 0, np.float32(1), lengths)
     fingerprint = digest_variant(features.fingerprint, "dimensions", dimensions)
-    return replace(features, arrays={key: shorter}, fingerprint=fingerprint)
+    space = digest_variant(features.space, "dimensions", dimensions)
+    receipts = {key: replace(features.receipts[key], fingerprint=fingerprint, space=space)}
+    return replace(features, arrays={key: shorter}, fingerprint=fingerprint, receipts=receipts)

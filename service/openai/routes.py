@@ -35,6 +35,9 @@ async def create_embeddings(exchange: Exchange) -> Response:
     """A vector of norm 1 for each input."""
     engine = exchange.engine
     (asked, sent), ticket = await receive(exchange, embeddings.parse_embeddings, read_envelope)
+    if asked.hints:
+        text = (await engine.get_handle(asked.model, ticket)).model.text
+        asked = embeddings.choose_prompt(asked, text.prompts if text is not None else ())
     parts, size = [sent], engine.settings.max_inputs
     if len(sent.items) > size:
         parts = [SentInputs(sent.items[start : start + size]) for start in range(0, len(sent.items), size)]
@@ -97,8 +100,8 @@ async def _describe(engine: Engine, model_id: str) -> Json:
     deadline = time.monotonic() + engine.settings.deadline_s
     with handle.hold():
         planned = await engine.planner.plan(request, SentInputs(), handle, deadline)
-    (fingerprint,) = planned.fingerprints.values()
-    return body | {"fingerprint": fingerprint, "dimensions": _count_columns(planned)}
+    (fingerprint,), (space,) = planned.fingerprints.values(), planned.spaces.values()
+    return body | {"fingerprint": fingerprint, "space": space, "dimensions": _count_columns(planned)}
 
 
 def _count_columns(planned: PlannedRequest) -> int:

@@ -79,6 +79,7 @@ class FeaturesReply(BaseModel):
 
     model: str
     fingerprint: str
+    space: str = ""
     rows: int
     features: dict[str, Feature]
     receipts: dict[str, Receipt]
@@ -106,6 +107,7 @@ class DryRunReply(BaseModel):
 
     model: str
     fingerprint: str
+    space: str = ""
     rows: int
     features: dict[str, FeatureSize]
     bytes: int
@@ -123,6 +125,7 @@ class ProbeReply(BaseModel):
 
     model: str
     fingerprint: str
+    space: str = ""
     receipts: dict[str, Receipt]
 
 

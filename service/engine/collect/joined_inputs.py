@@ -23,7 +23,7 @@ from layertap.service.features import Array, Features, Receipt, join_cuts
 
 # Receipt fields that differ by input; all others agree in results that share one array.
 BY_ROW = ("classes", "labels", "token_counts")
-OTHERWISE = {"call": -1, "preprocessed": "mixed", "forward": "", "how": ""}
+OTHERWISE = {"call": -1, "preprocessed": "mixed", "forward": "", "how": "", "space": ""}
 UNLIKE: dict[str, Any] = OTHERWISE | dict.fromkeys(("grid_size", "rows_per_forward"))  # if inputs differ
 OF_INPUT: dict[str, Any] = {"captured": (), "fingerprint": "", **UNLIKE, "truncated": None, **dict.fromkeys(BY_ROW)}
 # What inputs' results must have in common for one array to hold them: shape, dtype, axes and receipt without OF_INPUT.

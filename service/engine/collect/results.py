@@ -111,6 +111,7 @@ def make_receipt(job: Job, result: Result) -> Receipt:
         pool=reduction.pool,
         normalize=reduction.normalize,
         fingerprint=job.prepared.fingerprints[result.key],
+        space=job.prepared.spaces.get(result.key, ""),
         row_axis=axis,
         entries_per_row=entries,
         row_order="forward"

@@ -19,7 +19,7 @@ from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.prepared_request import NO_PLAN, ForwardSpec, PreparedRequest
 from layertap.service.engine.request import ExtractRequest
 
-Fingerprints = Mapping[str, str]  # of results, by key
+Digests = Mapping[str, str]  # of results, by key
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,7 +48,8 @@ class PlannedRequest:
     rows: int
     apart: bool
     plan: Plan = NO_PLAN
-    fingerprints: Fingerprints = field(default_factory=dict)
+    fingerprints: Digests = field(default_factory=dict)
+    spaces: Digests = field(default_factory=dict)
     nbytes: int = 0
     reply_bytes: int = 0
     kept: LRUCache[Hashable, PlannedRequest] | None = None
@@ -113,11 +114,12 @@ class PlannedRequest:
         else:
             extra = verification.list_extra_captures(plan, catalog) if request.verify else ()
             row_bytes = plan.nbytes(1) + plan.projected_bytes + 2 * sum(capture.nbytes(1) for capture in extra)
-        fingerprints = self.fingerprints
+        fingerprints, spaces = self.fingerprints, self.spaces
         if unsplittable:
             fingerprints = {name: fingerprint.digest_variant(each, "batch") for name, each in fingerprints.items()}
         if not catalog.traits.deterministic:
             fingerprints = dict.fromkeys(fingerprints, fingerprint.make_unrepeatable())
+            spaces = dict.fromkeys(spaces, fingerprint.make_unrepeatable())
         # Explicit position ids apply to all rows of a forward, and change the shapes in position layers.
         isolated = request.isolated or request.verify or self.handle.isolated or own_positions
         return PreparedRequest(
@@ -130,6 +132,7 @@ class PlannedRequest:
             spec=ForwardSpec(plan, catalog if request.verify else None, self.resumption, compiled),
             catalog=catalog,
             fingerprints=fingerprints,
+            spaces=spaces,
             mask=self.tower.mask,
             rows_per_forward=(self.rows if unsplittable else 1) if catalog.crosses_rows or single_row else None,
             preprocessed=self.preprocessed,

@@ -16,7 +16,7 @@ from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.embedding import find_embedding, reduce_embedding
 from layertap.models.plan.options import TextLengths, measure_lengths
-from layertap.models.plan.plan import Capture, Plan, Result
+from layertap.models.plan.plan import Plan, Result
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.projections import check_work
 from layertap.models.plan.requested import Selector
@@ -38,7 +38,7 @@ from layertap.service.engine.limits import (
     survey_error,
 )
 from layertap.service.engine.models.model_handle import ModelHandle
-from layertap.service.engine.prepare.planned_request import Fingerprints, PlannedRequest
+from layertap.service.engine.prepare.planned_request import Digests, PlannedRequest
 from layertap.service.engine.request import MAX_LAYERS, ExtractRequest, SentInputs
 from layertap.service.engine.rows import Rows, get_row_shapes
 from layertap.service.engine.short_work import run_if_long
@@ -174,19 +174,20 @@ class Planner:
         identity = _identify(planned)
         key = id(catalog), identity, request.selectors, _describe_lengths(request, lengths)
         if request.is_small and (found := kept.get(key)) is not None:
-            _, plan, fingerprints = found
+            _, plan, fingerprints, spaces = found
         else:
             make = partial(_make_plan, planned, identity, lengths, self._settings.max_results)
-            plan, fingerprints = await self._run_in_thread(make, deadline)
+            plan, fingerprints, spaces = await self._run_in_thread(make, deadline)
             if request.is_small and len(plan.results) <= MAX_LAYERS:
-                kept.put(key, (catalog, plan, fingerprints))  # keeps the catalog alive, and its id unique
+                kept.put(key, (catalog, plan, fingerprints, spaces))  # keeps the catalog alive, and its id unique
         likely = plan
         if planned.shapes != planned.catalog_shapes:
             scale = partial(_scale_plan, plan, planned.shapes, planned.tower)
             likely = await self._run_in_thread(scale, deadline)
         reply_bytes = check_reply_size(likely, planned.rows, request.reply)
         nbytes = likely.nbytes(planned.rows) + reply_bytes
-        return replace(planned, plan=plan, fingerprints=fingerprints, nbytes=nbytes, reply_bytes=reply_bytes)
+        digests = {"fingerprints": fingerprints, "spaces": spaces}
+        return replace(planned, plan=plan, **digests, nbytes=nbytes, reply_bytes=reply_bytes)
 
     async def _survey_rows(
         self, planned: PlannedRequest, rows: Rows, lengths: TextLengths | None, deadline: float
@@ -271,8 +272,8 @@ class Planner:
 
 def _make_plan(
     planned: PlannedRequest, identity: str, lengths: TextLengths | None, max_results: int
-) -> tuple[Plan, Fingerprints]:
-    """The plan of a request's input, by what is known of its rows; belongs in a thread.
+) -> tuple[Plan, Digests, Digests]:
+    """The plan of a request's input, by what is known of its rows, its fingerprints and spaces; belongs in a thread.
 
     RequestError, whose pointers are those of the request as it was sent; TooLargeError for more results than allowed.
     """
@@ -297,12 +298,14 @@ def _make_plan(
     if plan.objective:
         of_gradients = fingerprint.digest_changes((*plan.resolved_interventions, plan.objective), catalog.start)
 
-    def digest(capture: Capture) -> str:
+    fingerprints, spaces = dict[str, str](), dict[str, str]()
+    for result in plan.results:
+        capture = result.capture
         depends_on = of_gradients if capture.point.site in GRADIENTS else changes
-        layout = fingerprint.get_given_layout(capture.info)
-        return fingerprint.digest_result(identity, capture.point, capture.reduction, depends_on, layout)
-
-    return plan, {result.key: digest(result.capture) for result in plan.results}
+        of = capture.point, capture.reduction, depends_on, fingerprint.get_given_layout(capture.info)
+        fingerprints[result.key] = fingerprint.digest_result(identity, *of)
+        spaces[result.key] = fingerprint.digest_space(planned.handle.model.space, *of)
+    return plan, fingerprints, spaces
 
 
 def find_tower(model: ModelInfo, selectors: Iterable[Selector]) -> ModelInputs:

@@ -45,7 +45,7 @@ def plan_stages(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs with extra captures for other jobs, and with fingerprints that cover their sources' interventions."""
+    """The jobs with extra captures for other jobs, and with digests that cover their sources' interventions."""
     in_order = [job for stage in plan_stages(jobs) for job in stage]
     by_input = {job.input_index: job for job in jobs}
     extra: dict[int | None, set[Capture]] = defaultdict(set)
@@ -64,9 +64,11 @@ def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
             changes[job.input_index] = of_changes
             job = job.with_plan(extra=frozenset(taken))
         if of_sources:
-            digests = job.prepared.fingerprints.items()
-            covered = {key: fingerprint.digest_variant(each, "sources", *of_sources) for key, each in digests}
-            job = replace(job, prepared=replace(job.prepared, fingerprints=covered))
+            fingerprints, spaces = (
+                {key: fingerprint.digest_variant(each, "sources", *of_sources) for key, each in digests.items()}
+                for digests in (job.prepared.fingerprints, job.prepared.spaces)
+            )
+            job = replace(job, prepared=replace(job.prepared, fingerprints=fingerprints, spaces=spaces))
         prepared[job.input_index] = job
     return [prepared[job.input_index] for job in jobs]
 

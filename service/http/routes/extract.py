@@ -14,6 +14,7 @@ from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.joined_inputs import count_bytes, digest_jobs, join_changes, list_entries
 from layertap.service.explain import explanations
 from layertap.service.explain.prober import Prober, check_probed
+from layertap.service.features import get_common
 from layertap.service.http.application import ExchangeRoute
 from layertap.service.http.exchange import ExchangeDependency
 from layertap.service.http.openapi import COMPUTED, describe_inputs
@@ -81,6 +82,7 @@ def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:
     """The reply of a dry run: shapes and costs without a forward; ``warnings`` are those of the model."""
     job = max(jobs, key=lambda job: job.plan.cost)
     fingerprint, changes = digest_jobs(jobs), join_changes(each.prepared.changed for each in jobs)
+    space = get_common(space for each in jobs for space in each.prepared.spaces.values())
     per_forward = job.prepared.rows_per_forward
     features: dict[str, Any] = {}
     for name, result, rows in list_entries(jobs):
@@ -89,6 +91,7 @@ def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:
     body: dict[str, Any] = {
         "model": job.prepared.key.name,
         "fingerprint": fingerprint,
+        **({"space": space} if space else {}),
         "rows": sum(each.rows for each in jobs),
         "features": features,
         "bytes": sum(each.plan.nbytes(each.rows) for each in jobs),

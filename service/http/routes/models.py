@@ -240,4 +240,5 @@ def _make_json(body: Json, status: int = 200) -> Response:
 
 def _reply_probes(features: Features) -> Response:
     receipts = describe_receipts(features)
-    return _make_json({"model": features.model, "fingerprint": features.fingerprint, "receipts": receipts})
+    digests = {"fingerprint": features.fingerprint} | ({"space": features.space} if features.space else {})
+    return _make_json({"model": features.model, **digests, "receipts": receipts})

@@ -42,7 +42,7 @@ def test_folder(command: Command, live: Live, folder: Path, tmp_path: Path) -> N
     assert re.match(r"waiting for the model\nmodel digits is ready after [\d.]+ s\n", done.notes)
     assert list(tmp_path.iterdir()) == [out]
     rows, files = read(out), list_files(folder)
-    assert list(rows) == ["key", "digest", "block2", "pool", "fingerprint", "error"]
+    assert list(rows) == ["key", "digest", "block2", "pool", "fingerprint", "space", "error"]
     assert rows["key"] == [str(file.relative_to(folder)) for file in files]
     assert rows["digest"] == [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     assert rows["error"] == [None] * COUNT
@@ -185,7 +185,7 @@ def test_maps(command: Command, live: Live, tmp_path: Path) -> None:
     assert done.status == 0
     (path,) = out.glob("part-*.parquet")
     rows = read(path)
-    assert list(rows) == ["key", "digest", "shard", "row", "fingerprint", "error"]
+    assert list(rows) == ["key", "digest", "shard", "row", "fingerprint", "space", "error"]
     assert rows["shard"][0] is rows["row"][0] is None
     for place in (1, 7, 19):
         shard, row = rows["shard"][place], rows["row"][place]
@@ -239,8 +239,8 @@ def test_check(command: Command, folder: Path, tmp_path: Path) -> None:
         assert "digits pool: same" in done.out
         assert "digits block2: same" in done.out
     rows = pq.read_table(tmp_path / "out.parquet")
-    older = rows.set_column(rows.column_names.index("fingerprint"), "fingerprint", pa.array(["0" * 32] * len(rows)))
+    older = rows.set_column(rows.column_names.index("space"), "space", pa.array(["0" * 32] * len(rows)))
     pq.write_table(pa.concat_tables([rows, older]), tmp_path / "joined.parquet")  # the first file's metadata stays
     done = command("check", tmp_path / "joined.parquet")
     assert done.status == 1
-    assert f"{len(rows)} rows have another fingerprint" in done.out
+    assert f"{len(rows)} rows are of another space" in done.out

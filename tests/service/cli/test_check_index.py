@@ -40,19 +40,22 @@ def picture_text() -> str:
 
 
 def test_an_older_file(command: Command, pictures: list[Path], tmp_path: Path) -> None:
-    """Without probes fingerprints are compared, and it is said that numbers were not."""
+    """Without probes fingerprints and spaces are compared, and it is said that numbers were not."""
     file = tmp_path / "index.json"
     command("extract", *pictures, *LAYERS, "--out", file)
     reply = json.loads(file.read_text())
     for receipt in reply["receipts"].values():
         del receipt["probe"]
-    reply["receipts"]["block1"]["fingerprint"] = "0" * 32
-    file.write_text(json.dumps(reply))
-    done = command("check", file)
-    assert done.status == 1
-    first, second = done.out.splitlines()
-    assert first.startswith("digits block1: another fingerprint; it has no probe")
-    assert second.startswith("digits head:input: same fingerprint; it has no probe")
+    receipt = reply["receipts"]["block1"]
+    receipt["fingerprint"] = "0" * 32
+    for space, words in ((receipt["space"], "same space"), ("0" * 32, "another space"), ("", "another fingerprint")):
+        receipt["space"] = space
+        file.write_text(json.dumps(reply))
+        done = command("check", file)
+        assert done.status == ("same" not in words)
+        first, second = done.out.splitlines()
+        assert first.startswith(f"digits block1: {words}; it has no probe")
+        assert second.startswith("digits head:input: same fingerprint; it has no probe")
 
 
 def test_another_name(command: Command, pictures: list[Path], tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_receipts(live: Live) -> None:
     entries = [{"layer": "block2.relu#0", "pool": "mean", "normalize": True, "as": "r"}, "head:input"]
     receipts = extract(live, layers=entries).json()["receipts"]
     prints = [receipt.pop("fingerprint") for receipt in receipts.values()]
-    assert len(set(prints)) == 2
+    assert len({*prints, *(receipt.pop("space") for receipt in receipts.values())}) == 4
     assert receipts == {
         "r": {
             "layer": "block2.relu",
