@@ -56,6 +56,7 @@ from layertap.models.spec import DType, EmbeddingSpec, ModelSpec
 log = logging.getLogger("layertap")
 NO_MEMORY_HINT = "load fewer models on this device, or give this one a smaller dtype or input"
 CONFIGURED = "the configuration names it"
+SEQUENCES = ((), ("0",), ("input",), ("query",), ("src",), ("tgt",))  # what torch's layers take along time
 CASTS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "float32": nn.Module.float,
     "float16": nn.Module.half,
@@ -96,7 +97,6 @@ def load_model(
             takes_by_position(module, tuple(dict.fromkeys(each.name.partition(".")[0] for each in built.inputs)))
     if not devices.find_lack(device, "tf32") and spec.dtype == "float32":
         devices.allow_tf32(spec.tf32)
-    replica, run = Replica(module), run_survey or call
     inputs = ModelInputs(
         spec.name,
         built.inputs,
@@ -109,6 +109,7 @@ def load_model(
         built.two_towers,
         takes_plain=spec.preprocess == "none",
     )
+    replica, run = Replica(module, inputs.batch_axes), run_survey or call
     with take_turn(), _refuse_unfit_inputs():
         tolerance, crossing = TOLERANCE[spec.precision], read_note(notes, identity)
         found = run(partial(survey_configured, replica, inputs, device, built.prefix_tokens, threads, tolerance))
@@ -228,7 +229,7 @@ def _refuse_unfit_inputs() -> Iterator[None]:
         yield
     except (InputError, OutOfMemoryError) as error:
         is_input = isinstance(error, InputError)
-        hint = f"check 'inputs' and 'preprocess' of this model; {error.hint}" if is_input else NO_MEMORY_HINT
+        hint = f"check 'inputs' (shape, batch_axis) and 'preprocess'; {error.hint}" if is_input else NO_MEMORY_HINT
         refusal = LoadError(error.detail, hint=hint, kind="forward" if is_input else "device")
         note_cause(refusal, error)
         raise refusal from error
@@ -266,21 +267,25 @@ def _apply_configuration(
 
 @label_failures("forward")
 def _check_row_axes(module: nn.Module, catalog: Catalog) -> tuple[str, ...]:
-    """A warning if a layer takes the axis of rows for that of time; LoadError if torch's own module is served so."""
-    names = []
+    """A warning if rows may not be on the axis where a model has its batch; LoadError if it is torch's own module."""
+    inputs, found = format_names([*map(escape, catalog.traits.batch_axes)]), dict[str, int | None]()
     for name, part in module.named_modules():
         batch_first = getattr(part, "batch_first", None)
         layer = catalog.layers.get(name or ".") if catalog.batches and isinstance(batch_first, bool) else None
-        tensors = [info for call in layer.calls for info in call.input.tensors] if layer else []
-        found = [info for info in tensors if info.path in ((), ("0",)) and info.row_axis == 0]
-        if any(not batch_first or len(info.shape) < len("NTC") for info in found):
-            names.append(escape(name or "."))
-    if not names:
-        return ()
-    text = f"rows come on axis 0, which {format_names(names)} takes for time"
-    if type(module).__module__.startswith("torch.nn."):
-        raise LoadError(text, hint="type args: {batch_first: true}, or serve a module of yours that moves the axis")
-    return (f"{text}: set its batch_first, or move the axis before it",)
+        for info in [info for each in layer.calls for info in each.input.tensors] if layer else []:
+            time = int(bool(batch_first)) if len(info.shape) >= len("NTC") else 0
+            if info.path in SEQUENCES and info.row_axis == time:
+                found[escape(name or ".")] = time
+    names, text = format_names([*found]), ""
+    if found:
+        text = f"rows come on axis {next(iter(found.values()))}, which {names} takes for time"
+    how = ["set batch_axis of the input", *(["set its batch_first, or move the axis before it"] if found else [])]
+    if inputs:
+        text = f"rows on axis 0 of {inputs} affect each other, and on axis 1 they would not"
+        how[0] = f"set batch_axis: 1 for {inputs} if that axis is the batch, else batch_axis: 0"
+    if text and type(module).__module__.startswith("torch.nn."):
+        raise LoadError(text, hint="; or ".join([how[0], "args: {batch_first: true}"]))
+    return (f"{text}: {'; or '.join(how)}",) if text else ()
 
 
 def _create_replicas(model: LoadedModel, count: int) -> tuple[Replica, ...]:
@@ -289,7 +294,7 @@ def _create_replicas(model: LoadedModel, count: int) -> tuple[Replica, ...]:
     rows = make_noise(model.inputs, model.device, model.dtype) if count > 1 else {}
     while len(replicas) < count:
         module = copy_module(model.module)
-        copy = Replica(module, model.replica) if module is not None else None
+        copy = Replica(module, model.replica.batch_axes, model.replica) if module is not None else None
         if copy is None or not has_same_calls(model.replica, copy, rows):
             return (model.replica,)
         replicas.append(copy)

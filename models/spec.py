@@ -168,12 +168,15 @@ class InputSpec:
     values: tuple[int, int] | None = None  # integers of a survey: (start, stop); None: 0 and 1. An item may hold any
     longest: int | None = None  # axis ``long_axis`` may have 1 to ``longest`` entries; None: as many as in ``shape``
     long_axis: int = 0
+    batch_axis: int | None = None  # of a batch, where its rows are joined; None: 0, if the survey finds no better one
     example: str | None = None  # a .npz or .json file with rows, which replace noise in surveys and probes
 
     def __post_init__(self) -> None:
         """ValueError if ``values`` is an empty range, or the shape is longer than ``longest``."""
         if self.values is not None and self.values[0] >= self.values[1]:
             raise ValueError("values are from the first figure up to, not including, the second")
+        if not 0 <= (self.batch_axis or 0) <= len(self.shape):
+            raise ValueError("'batch_axis' is an axis of a batch, which has one more than 'shape': 0, 1 …")
         if self.longest is not None and (not self.shape or self.shape[self.long_axis] > self.longest):
             raise ValueError("'longest' must be at least shape[0]")
 

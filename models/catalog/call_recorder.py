@@ -220,7 +220,7 @@ class CallRecorder:
         side, order = Point(self._names[module], number, (), "output"), self._tick()
         if value is not None:  # as it is after a call that raised
             self._record_weights(side, order)
-        if self._axes is not None and isinstance(module, nn.RNNBase):
+        if self._axes is not None and isinstance(module, nn.RNNBase) and value is not None:
             taken = (each for point, each in self.tensors.items() if point.side == replace(side, site="input"))
             self._axes.follow_recurrent(next(taken).axes, value)
         self._record(side, order, value)

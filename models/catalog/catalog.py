@@ -25,6 +25,7 @@ class Traits:
     pads: bool = True  # a text stays the same with padding behind it, beside a longer one
     left_padding: LeftPadding = "as sent"  # how a text with padding in front stays the same
     outputs: tuple[tuple[tuple[str, ...], Outputs], ...] = ()  # returned tensors that are no logits, by path
+    batch_axes: tuple[str, ...] = ()  # inputs on whose axis 1 rows do not affect each other, as they do on axis 0
 
 
 DEFAULT_TRAITS = Traits()

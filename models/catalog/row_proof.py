@@ -11,6 +11,7 @@ number or size that Python reads, nothing is known.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.catalog.call_recorder import CallRecorder
+from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.catalog.taint import MarkedMemory, Taint, find_tensors
 from layertap.models.catalog.trials import has_same_values, try_forward
 from layertap.models.devices.memory import Forward, Inputs
 from layertap.models.hooks.attach import Modules, observe_calls
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors
-from layertap.models.inputs.noise import QUIET, copy_rows, replace_neighbours
+from layertap.models.inputs.noise import QUIET, ROWS, copy_rows, replace_neighbours
 from layertap.models.points import Point, Site
 from layertap.models.spec import InputSpec
 
@@ -57,7 +60,12 @@ def prove_rows(
             if same is None or not (one.bits == same.sketch.bits if exact else one.matches(same.sketch))
         ]
 
-    if whole.crosses_rows or not all(_is_same_inverted(whole, flag, tolerance) for flag in whole.flags):
+    outputs = {
+        point.path: one.info
+        for point, one in several.tensors.items()
+        if replace(point, path=()) == Point(".", 0, (), "output")
+    }
+    if whole.crosses_rows or not all(_is_same_inverted(whole, flag, outputs, tolerance) for flag in whole.flags):
         return None
     # Beside milder ones if a model takes no such numbers.
     beside = watch(replace_neighbours(rows, inputs)) or watch(replace_neighbours(rows, inputs, scaled=False))
@@ -183,12 +191,19 @@ def _grows(two: torch.Size, three: torch.Size) -> bool:
     return 0 in three or (len(two) == len(three) and any(3 * a == 2 * b for a, b in zip(two, three, strict=True)))
 
 
-def _is_same_inverted(whole: TrackedForward, flag: int, tolerance: float) -> bool:
+def _is_same_inverted(whole: TrackedForward, flag: int, outputs: Mapping[Path, TensorInfo], tolerance: float) -> bool:
     """Whether the quiet row's output is the same with a flag inverted."""
     inverted = whole.invert(flag).output
-    return inverted is not None and has_same_values(_select_quiet(whole.output), _select_quiet(inverted), tolerance)
+    if inverted is None:
+        return False
+    return has_same_values(_select_quiet(whole.output, outputs), _select_quiet(inverted, outputs), tolerance)
 
 
-def _select_quiet(output: object) -> TensorsByPath:
-    """The quiet row of each tensor that a model returned, on axis 0."""
-    return TensorsByPath((path, tensor[QUIET : QUIET + 1]) for path, tensor in iterate_tensors(output) if tensor.ndim)
+def _select_quiet(output: object, infos: Mapping[Path, TensorInfo]) -> TensorsByPath:
+    """The quiet row of each tensor that a model returned; all of one that is not as ``infos`` says."""
+    return TensorsByPath(
+        (path, RowTensor(tensor, infos[path]).select((QUIET, QUIET + 1)).value)
+        if path in infos and tuple(tensor.shape) == infos[path].shape_for(ROWS)
+        else (path, tensor)
+        for path, tensor in iterate_tensors(output)
+    )

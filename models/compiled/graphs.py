@@ -134,6 +134,7 @@ class _CapturingModule(nn.Module):
         super().__init__()
         self.model = model.module
         self._names = [spec.name for spec in model.inputs]
+        self._batch_axes = model.model_inputs.batch_axes
         self._captures = captures
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
@@ -148,7 +149,7 @@ class _CapturingModule(nn.Module):
         with ExitStack() as stack:
             attach_tensors(stack, Modules(self.model), {each.point for each in self._captures}, capture_tensor)
             # Run to the end: an interrupted export fails. Operations after the last capture are dropped afterwards.
-            call_module(dict(zip(self._names, inputs, strict=True)), self.model)
+            call_module(dict(zip(self._names, inputs, strict=True)), self.model, self._batch_axes)
         results = (reduced[capture] for capture in self._captures)
         return [tensor for each in results for tensor in (each.values, each.scale) if tensor is not None]
 

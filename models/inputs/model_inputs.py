@@ -165,6 +165,11 @@ class ModelInputs:
         return tuple(spec.shape for spec in self.specs)
 
     @property
+    def batch_axes(self) -> dict[str, int]:
+        """The axis of a batch that holds rows, of inputs where that is not the first."""
+        return {spec.name: spec.batch_axis for spec in self.specs if spec.batch_axis}
+
+    @property
     def takes_pictures(self) -> bool:
         """Whether pictures may be sent."""
         return self.preprocess is not None and len(self.pictures.specs) == 1

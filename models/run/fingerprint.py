@@ -29,7 +29,8 @@ from layertap.models.points import Point
 from layertap.models.spec import Decode, InputSpec, Pool, Preprocessed, Tower
 
 RECIPE = 1  # raise it when the meaning of a pooling, a preprocessing step or a decoder changes
-SURVEYED = frozenset({"values", "longest", "long_axis", "example"})  # fields of an input that say what a survey sends
+# Fields of an input that say what a survey sends; of its axis for rows another one than 0 counts.
+SURVEYED = frozenset({"values", "longest", "long_axis", "example", "batch_axis"})
 FOUND = frozenset({"info", "source", "is_view"})  # fields of a change that come from a catalog or another input
 Variant = Literal["prompt", "sources", "dimensions", "batch"]
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
@@ -70,7 +71,8 @@ def digest_model(
     if preprocess is not None:
         row: object = preprocess.describe(), decode if preprocess.changes_pixels(decode) else "exact"
     else:
-        row = [_to_plain_data(spec, SURVEYED) for spec in inputs]
+        axes = {spec.name: spec.batch_axis for spec in inputs if spec.batch_axis}
+        row = [_to_plain_data(spec, SURVEYED) for spec in inputs] + ([axes] if axes else [])
     return _digest([RECIPE, weights, structure, precision, row, tokenizer])
 
 

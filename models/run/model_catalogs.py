@@ -16,7 +16,7 @@ import torch
 from layertap.models.catalog.call_recorder import NO_SKETCH, CallRecorder
 from layertap.models.catalog.catalog import Catalog, Costs
 from layertap.models.catalog.survey import name_input_errors, resize_catalog, survey
-from layertap.models.catalog.trials import is_same_again, run_alone, try_padding
+from layertap.models.catalog.trials import is_same_again, run_alone, try_forward, try_padding
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.devices import TOLERANCE, is_accelerator, use_threads
 from layertap.models.devices.memory import Forward, Inputs
@@ -72,15 +72,16 @@ def _survey_configured(
             seconds = time.thread_time() - start
             replica.settle()
         with use_threads(1 if seconds < QUICK_S else torch.get_num_threads()):
-            catalog = survey(
-                replica.module, inputs.specs, replica, device, prefix_tokens, inputs.dtype, tolerance=tolerance
-            )
+            look = partial(survey, replica.module, inputs.specs, replica, device, prefix_tokens, inputs.dtype)
+            catalog = look(tolerance=tolerance)
+            crosses_rows = catalog.crosses_rows or not catalog.batches
+            batch_axes = _try_batch_axes(replica, inputs, partial(look, tolerance=tolerance)) if crosses_rows else ()
             padding = try_padding(replica, inputs.text, device, tolerance) if inputs.text else None
         stops = may_stop(replica, row)
         is_same = is_same_again(replica, row, output)
     replica.restore(thorough=True)
     state = tuple(sorted(replica.found))
-    traits = replace(catalog.traits, state=state, stops=stops, deterministic=is_same)
+    traits = replace(catalog.traits, state=state, stops=stops, deterministic=is_same, batch_axes=batch_axes)
     if padding is not None and is_same:
         # A model that replaces submodules according to the text's length would react to padding, too (BigBird).
         if any(attribute in replica.module.get_submodule(name)._modules for name, attribute in state):
@@ -88,6 +89,25 @@ def _survey_configured(
         traits = replace(traits, pads=padding[0], left_padding=padding[1])
     # If answers vary, an effect of other rows can't be measured: each row runs alone.
     return replace(catalog, crosses_rows=catalog.crosses_rows or not is_same, traits=traits)
+
+
+def _try_batch_axes(replica: Replica, inputs: ModelInputs, look: Callable[[], Catalog]) -> tuple[str, ...]:
+    """The inputs whose rows do not affect each other on axis 1 of a batch; none if the configuration gives an axis.
+
+    ``look`` surveys the module. A mask of tokens may have its rows on axis 0 beside tokens that have them on axis 1.
+    """
+    if inputs.text is not None or any(spec.batch_axis is not None for spec in inputs.specs):
+        return ()
+    try:
+        for fewest in (1, 2):
+            names = tuple(spec.name for spec in inputs.specs if len(spec.shape) >= fewest)
+            replica.batch_axes = dict.fromkeys(names, 1)
+            catalog = try_forward(look) if names else None
+            if catalog is not None and catalog.batches and not catalog.crosses_rows:
+                return names
+    finally:
+        replica.batch_axes = {}
+    return ()
 
 
 @contextmanager

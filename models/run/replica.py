@@ -24,6 +24,7 @@ from layertap.models.inputs.noise import ROWS, copy_row, copy_rows
 from layertap.models.points import Point
 from layertap.models.run.module_state import ModuleState
 
+NO_AXES: Mapping[str, int] = {}
 STOPS = 8  # calls at which a forward is left
 MAX_LOOKS = 32  # at weights in a forward, one at each begin and end of a call
 # A module's forward hooks, its forward pre-hooks, and its own ``forward`` if it has one.
@@ -35,15 +36,18 @@ _bindings: WeakKeyDictionary[nn.Module, dict[tuple[str, ...], bool]] = WeakKeyDi
 class Replica(ModuleState):
     """A module tree, which only one thread runs: each forward from the state that it had when this was created."""
 
-    def __init__(self, module: nn.Module, like: ModuleState | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, batch_axes: Mapping[str, int] = NO_AXES, like: ModuleState | None = None
+    ) -> None:
         super().__init__(module, like)
+        self.batch_axes = batch_axes  # as ``call_module`` takes them
         self.modules = attach.Modules(module)
         self._own_hooks = attach.count_hooks(module)  # that the model came with
 
     def __call__(self, rows: Mapping[str, Tensor]) -> object:
         """One forward for a batch; what the last one has changed is put back first."""
         self.begin()
-        return call_module(rows, self.module)
+        return call_module(rows, self.module, self.batch_axes)
 
     def settle(self) -> None:
         """After the first runs: keep the modules, parameters and hooks that they made, put back all else."""
@@ -115,9 +119,14 @@ def _is_ever(replica: Replica, rows: Mapping[str, Tensor], condition: Callable[[
     return any(found) or condition()
 
 
-def call_module(rows: Mapping[str, Tensor], module: nn.Module) -> object:
-    """One forward of a module tree for a batch; arguments are passed as ``takes_by_position`` says."""
+def call_module(rows: Mapping[str, Tensor], module: nn.Module, batch_axes: Mapping[str, int] = NO_AXES) -> object:
+    """One forward of a module tree for a batch; arguments are passed as ``takes_by_position`` says.
+
+    Everywhere else rows are on axis 0 of an input; ``batch_axes`` has the axis of inputs where the module has another.
+    """
     disable_compiled_functions()
+    if batch_axes:
+        rows = {name: value.movedim(0, batch_axes.get(name, 0)).contiguous() for name, value in rows.items()}
     arguments = _make_arguments(rows)
     return module(*arguments.values()) if takes_by_position(module, tuple(arguments)) else module(**arguments)
 

@@ -106,7 +106,8 @@ def _describe_pictures(model: ModelInfo) -> Json | None:
 
 def _describe_input(spec: InputSpec) -> Json:
     described: Json = {"name": spec.name, "shape": spec.shape, "dtype": spec.dtype}
-    return described if spec.longest is None else described | {"longest": spec.longest}
+    options = {"longest": spec.longest, "batch_axis": spec.batch_axis}
+    return described | {name: value for name, value in options.items() if value is not None}
 
 
 def describe_layer(layer: Layer) -> Json:

@@ -136,6 +136,7 @@ class ModelInput(BaseModel):
     shape: Shape
     dtype: InputDType
     longest: int | None = None
+    batch_axis: int | None = None
 
 
 class Preprocessing(BaseModel):

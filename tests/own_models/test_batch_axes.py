@@ -1,0 +1,153 @@
+"""Rows on the axis where a model has them, inputs of several sizes: each tensor is that of a row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from layertap.models.errors import LoadError
+from layertap.models.loading import load_model
+from layertap.models.spec import InputSpec, ModelSpec
+from tests.oracle import record
+from tests.own_models.ask import Asker, Json, encode, own, serving_models
+from tests.own_models.batch_nets import make
+
+TRANSFORMER = {"d_model": 8, "nhead": 2, "num_encoder_layers": 1, "num_decoder_layers": 1, "dim_feedforward": 12}
+LENGTHS = InputSpec("lengths", (), "int64", values=(1, 6))
+INPUTS: dict[str, tuple[InputSpec, ...]] = {
+    "lstm": (InputSpec("input", (5, 4), batch_axis=1),),
+    "encoder": (InputSpec("src", (5, 8), batch_axis=1), InputSpec("src_key_padding_mask", (5,), "bool")),
+    "translation": (InputSpec("src", (5, 8), batch_axis=1), InputSpec("tgt", (4, 8), batch_axis=1)),
+    "time_first": (InputSpec("x", (5, 4), batch_axis=1),),
+    "recurrence": (InputSpec("x", (5, 4), batch_axis=1),),
+    "packed": (InputSpec("x", (5, 4)), LENGTHS),
+    "sorted": (InputSpec("x", (5, 4)), LENGTHS),
+    "lengths": (InputSpec("x", (5, 4)), LENGTHS),
+}
+
+
+@pytest.fixture(scope="module")
+def asker() -> Iterator[Asker]:
+    """One server for all of them."""
+    specs = [own("batch_nets", "make", *inputs, name=name, args={"name": name}) for name, inputs in INPUTS.items()]
+    with serving_models(*specs) as found:
+        yield found
+
+
+def draw(name: str, number: int) -> dict[str, Tensor]:
+    """A row of noise; of numbers, lengths and masks another one in each."""
+    generator = torch.Generator().manual_seed(number)
+    values: dict[str, Tensor] = {"lengths": torch.tensor(2 + number), "src_key_padding_mask": torch.arange(5) > number}
+    return {spec.name: values.get(spec.name, torch.randn(spec.shape, generator=generator)) for spec in INPUTS[name]}
+
+
+def see(name: str, row: Mapping[str, Tensor]) -> dict[Any, Tensor]:
+    """What plain hooks see in a batch of one."""
+    return record(make(name), **{spec.name: row[spec.name].unsqueeze(spec.batch_axis or 0) for spec in INPUTS[name]})
+
+
+def send(row: Mapping[str, Tensor]) -> Json:
+    """A row as an input."""
+    return {"tensors": {name: encode(value)["tensor"] for name, value in row.items()}}
+
+
+def check(asker: Asker, name: str, rows: list[dict[str, Tensor]]) -> set[Any]:
+    """Whether each row of every tensor in one reply is what it is alone; gives the points that are left out."""
+    seen, missing = [see(name, row) for row in rows], set[Any]()
+    points = set[Any]().union(*seen)
+    parts = any(layer != "." for layer, *_ in points)
+    for site in ("output", "input"):
+        layers = [f".:{site}", *([f"*#*:{site}"] if parts else [])]
+        reply = asker.extract(name, [send(row) for row in rows], layers)
+        assert reply.status == 200, reply.problem
+        wanted = {point for point in points if point[3] == site}
+        for key, found in reply.features.items():
+            receipt = reply.body["receipts"][key]
+            path = tuple(receipt.get("path", "")[1:-1].split("][")) if "path" in receipt else ()
+            point = receipt["layer"], receipt["call"], path, site
+            truth = torch.cat([each[point] for each in seen], receipt.get("row_axis", 0))
+            torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5, msg=f"{name} {key}")
+            wanted.discard(point)
+        missing |= wanted
+    return missing
+
+
+@pytest.mark.parametrize("name", ["lstm", "encoder", "translation", "time_first", "recurrence", "lengths"])
+def test_every_tensor(asker: Asker, name: str) -> None:
+    """All that enters and leaves any layer, beside other rows and alone."""
+    rows = [draw(name, number) for number in range(3)]
+    assert not check(asker, name, rows)
+    assert not check(asker, name, rows[1:2])
+    described = asker.client.get(f"/models/{name}").json()["inputs"]
+    assert [each.get("batch_axis") for each in described] == [spec.batch_axis for spec in INPUTS[name]]
+    assert "warnings" not in asker.extract(name, [send(rows[0])], ["."]).body
+
+
+def test_pools_of_rows_on_axis_1(asker: Asker) -> None:
+    """Pools are over time, with a row of channels for each input."""
+    rows = [draw("time_first", number) for number in range(3)]
+    layers = [{"layer": "frames", "pool": pool, "as": pool} for pool in ("mean", "last")]
+    reply = asker.extract("time_first", [send(row) for row in rows], layers)
+    frames = torch.stack([see("time_first", row)["frames", 0, (), "output"][:, 0] for row in rows])
+    torch.testing.assert_close(reply.features["mean"], frames.mean(1))
+    torch.testing.assert_close(reply.features["last"], frames[:, -1])
+
+
+def test_attention_and_gradients_of_rows_on_axis_1(asker: Asker) -> None:
+    """Attention has its rows on axis 0, and a gradient is on the axis of its tensor."""
+    rows, module = [draw("time_first", number) for number in range(3)], cast("Any", make("time_first"))
+    layers = ["attend:attention", "frames:grad_output"]
+    objective = {"kind": "logit", "class": 1}
+    reply = asker.extract("time_first", [send(row) for row in rows], layers, objective=objective)
+    for number, row in enumerate(rows):
+        kept: list[Tensor] = []
+
+        def keep(part: Any, args: Any, output: Tensor, kept: list[Tensor] = kept) -> Tensor:
+            kept.append(output.detach().requires_grad_())
+            return kept[-1]
+
+        with module.frames.register_forward_hook(keep):
+            module(row["x"][:, None])[0, 1].backward()
+        assert kept[0].grad is not None
+        torch.testing.assert_close(reply.features["frames:grad_output"][:, number], kept[0].grad[:, 0])
+        states = see("time_first", row)["rnn", 0, ("0",), "output"]
+        weights = module.attend(states, states, states, average_attn_weights=False)[1]
+        torch.testing.assert_close(reply.features["attend:attention"][number], weights[0])
+
+
+@pytest.mark.parametrize("name", ["packed", "sorted"])
+def test_packed_sequences(asker: Asker, name: str) -> None:
+    """What is packed, as long as its row is, is left out of replies, which say so; all else is right."""
+    rows = [draw(name, number) for number in range(3)]
+    for given in (rows, rows[2:]):
+        assert all(point[2][-1:] in (("data",), ("batch_sizes",)) for point in check(asker, name, given))
+
+
+@pytest.mark.parametrize("name", ["time_first", "recurrence"])
+def test_another_axis_behaves(name: str) -> None:
+    """Rows that affect each other on axis 0, and would not on axis 1, are not served without a word."""
+    (warning,) = load_model(own("batch_nets", "make", InputSpec("x", (5, 4)), args={"name": name})).load_warnings
+    assert "batch_axis: 1 for 'x'" in warning
+    said = load_model(own("batch_nets", "make", InputSpec("x", (5, 4), batch_axis=0), args={"name": name}))
+    assert not any("affect each other" in each for each in said.load_warnings)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")  # of torch's own constructor
+@pytest.mark.parametrize(
+    ("factory", "args", "inputs"),
+    [
+        ("LSTM", {"input_size": 4, "hidden_size": 6}, [InputSpec("input", (5, 4))]),
+        ("Transformer", TRANSFORMER, [InputSpec("src", (5, 8)), InputSpec("tgt", (5, 8))]),
+        ("Transformer", TRANSFORMER, [InputSpec("src", (5, 8)), InputSpec("tgt", (4, 8))]),
+    ],
+)
+def test_torchs_own_on_the_wrong_axis(factory: str, args: Json, inputs: list[InputSpec]) -> None:
+    """Torch's own modules are refused, with the key of the configuration that mends it."""
+    spec = ModelSpec("m", f"python:torch.nn:{factory}", device="cpu", args=args, inputs=tuple(inputs))
+    with pytest.raises(LoadError) as refused:
+        load_model(spec, threads=1)
+    assert "batch_axis" in refused.value.hint
