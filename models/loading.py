@@ -180,7 +180,8 @@ def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str, 
         structure,
         spec.precision,
         built.preprocess if spec.preprocess != "none" else None,
-        built.inputs,
+        # Token types are 0 unless a row brings its own, as they are without that input.
+        [each for each in built.inputs if not built.text or each.name != built.text.types],
         built.text.digest if built.text else "",
         spec.decode,
     )

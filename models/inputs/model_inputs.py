@@ -16,6 +16,7 @@ from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.spec import Decode, InputSpec, LeftPadding, Shapes, Tower, Truncate
 
 Encode = Callable[[str, int, Truncate], tuple[list[int], int]]
+EncodePair = Callable[[str, str, int, Truncate], tuple[list[int], list[int] | None, int]]
 POSITIONS = "position_ids"  # the argument for the position of each token in its text
 MIN_PADDED_LENGTH = 8  # tokens of the smallest bucket; each further bucket has twice as many
 TOKEN_STEP = 4  # a forward has a multiple of so many tokens, so that there are few lengths
@@ -35,11 +36,17 @@ class TextSpec:
     # Text, token limit, side to truncate → ids with special tokens, number of dropped tokens; thread-safe. None if
     # there is no tokenizer.
     encode: Encode | None = field(default=None, repr=False, compare=False)
+    # Two texts → ids, their types if it gives any, number of tokens dropped of the longer text, or of both. None if
+    # pairs can't be sent.
+    encode_pair: EncodePair | None = field(default=None, repr=False, compare=False)
+    types: str | None = None  # the input's name, if the model takes token types: which text of a pair each token is of
+    kinds: int = 0  # how many token types there are
     digest: str = ""  # of the tokenizer
     axis: int = 0  # the item's token axis
     pads: bool = True  # a text may be padded to share a batch with longer ones; else it runs at its own length
     left_padding: LeftPadding = "as sent"  # how a text whose mask begins with zeros is passed to the model
     truncate: Truncate = "none"  # if the request does not say
+    side: Truncate = "end"  # the same for pairs
     prompts: Mapping[str, str] = field(default_factory=dict, hash=False)  # prefixes that a request selects by name
     default_prompt: str = ""  # used if a request names none
     limits: Mapping[str, int] = field(default_factory=dict, hash=False)  # the tokens of texts with some prompts
@@ -51,11 +58,20 @@ class TextSpec:
         return self.vocabulary > 0
 
     def count_pairs(self, rows: Mapping[str, Tensor]) -> int:
-        """How many rows of ids look like pairs, whose token types would not all be 0."""
+        """How many rows of ids look like pairs, whose token types would not all be 0, and have none."""
         if self.separators is None or self.ids not in rows:
             return 0
         separator, single = self.separators
-        return int(((rows[self.ids] == separator).sum(1) > single).sum())
+        found = (rows[self.ids] == separator).sum(1) > single
+        return int((found & ~rows[self.types].any(1) if self.types is not None else found).sum())
+
+    def complete(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Rows with token types of 0 if they have none, in the order of the model's inputs."""
+        if self.types is None:
+            return dict(rows)
+        order = (self.ids, self.mask, self.types)
+        whole = {self.types: torch.zeros_like(rows[self.ids]), **rows}
+        return {name: whole[name] for name in order if name in whole}
 
     def get_padded_length(self, tokens: int) -> int:
         """The length to which so many tokens are padded; there are few lengths, so that requests share forwards."""
@@ -98,10 +114,12 @@ class TextSpec:
     def inputs(self) -> tuple[InputSpec, ...]:
         """The model's inputs, at the survey's length; a row may be shorter, or as long as ``max_tokens``."""
         usual = (min(SURVEY_TOKENS, self.max_tokens),)
-        ids = InputSpec(self.ids, usual, "int64", values=(0, self.vocabulary), longest=self.max_tokens)
-        if self.mask is None:
-            return (ids,)
-        return ids, InputSpec(self.mask, usual, "int64", values=(1, 2), longest=self.max_tokens)
+        values = {self.ids: (0, self.vocabulary), self.mask: (1, 2), self.types: (0, self.kinds)}
+        return tuple(
+            InputSpec(name, usual, "int64", values=each, longest=self.max_tokens)
+            for name, each in values.items()
+            if name is not None
+        )
 
 
 def number_tokens(mask: Tensor) -> Tensor:
@@ -195,6 +213,6 @@ class ModelInputs:
         dtype = DTYPES[output.dtype] if DTYPES[output.dtype].is_floating_point else self.dtype
         if self.text is None or output.longest is None:
             return ModelInputs(self.model, (replace(output, longest=None, long_axis=0),), dtype)
-        text = replace(self.text, ids=output.name, vocabulary=0, encode=None, axis=output.long_axis)
+        text = replace(self.text, ids=output.name, vocabulary=0, encode=None, types=None, axis=output.long_axis)
         masks = tuple(spec for spec in self.specs if spec.name == self.text.mask)
         return ModelInputs(self.model, (output, *masks), dtype, text=text)

@@ -36,6 +36,7 @@ from layertap.models.sources.build import (
     refuse_unknown_arguments,
 )
 from layertap.models.sources.checkpoints import find_weights, read_checkpoint, wrap_errors
+from layertap.models.sources.cross_encoder import attach_scores, read_cross_encoder
 from layertap.models.sources.sentence_head import LAYER, attach_head, read_sentence_folder
 from layertap.models.sources.state_dict import (
     LoadReport,
@@ -127,6 +128,10 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     if sentence:
         attach_head(module, sentence, shown)
         described += sentence.describe()
+    elif text and not two_towers and (scores := read_cross_encoder(folder, config, shown)):
+        attach_scores(module, scores)
+        text = scores.complete(text)
+        inputs, described = text.inputs(), described + scores.describe()
     labels = tuple(str(name) for _, name in sorted((config.id2label or {}).items()))
     is_numbered = labels == tuple(f"LABEL_{number}" for number in range(len(labels)))  # by the library's default
     return BuiltModel(

@@ -23,6 +23,7 @@ from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing
 from layertap.models.inputs.presets import SIDE, choose_preprocessing, from_transformers
 from layertap.models.sources.checkpoints import wrap_errors
 from layertap.models.sources.sentence_head import SentenceFolder
+from layertap.models.sources.text_pairs import encode_pair
 from layertap.models.spec import ImageBackend, InputSpec, ModelSpec, Truncate
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -51,7 +52,10 @@ def read_inputs(
     names = inspect.signature(module.forward).parameters
     modality = _find_modality(module, names) if spec.inputs is None else "other"
     two_towers = modality in ("text", "both") and _split_towers(module) and modality == "both"
-    text = _read_text_spec(library, module, folder, shown, sentence) if modality == "text" or two_towers else None
+    pairs = modality == "text" and sentence is None
+    text = None
+    if modality == "text" or two_towers:
+        text = _read_text_spec(library, module, folder, shown, sentence, pairs=pairs)
     pictures: Preprocessing | str = ""
     if modality == "text" and PATCH_SHAPES in names:
         pictures = f"{type(module).__name__} takes them in patches, with {PATCH_SHAPES}"
@@ -74,7 +78,13 @@ def read_inputs(
 
 
 def _read_text_spec(
-    library: Any, module: Any, folder: Path | None, shown: str, sentence: SentenceFolder | None = None
+    library: Any,
+    module: Any,
+    folder: Path | None,
+    shown: str,
+    sentence: SentenceFolder | None = None,
+    *,
+    pairs: bool = False,
 ) -> TextSpec:
     """How a model takes texts; only ids without a directory that has a tokenizer, or if that needs token types.
 
@@ -111,6 +121,9 @@ def _read_text_spec(
             prompts=sentence.prompts if sentence else {},
             default_prompt=sentence.default_prompt if sentence else "",
         )
+        kinds = getattr(config, "type_vocab_size", None)
+        if pairs and TYPES in names and kinds is not None and kinds > 1:
+            text = replace(text, types=TYPES, kinds=kinds)
         if whole is None:
             return text
         if not whole.is_fast:
@@ -127,14 +140,18 @@ def _read_text_spec(
         is_trained = any(getattr(each, "num_embeddings", 0) == text.max_tokens for each in tables)
         if MASK not in whole.model_input_names and text.mask and is_trained:
             encode = partial(_encode_and_fill, own, whole.padding_side, whole.pad_token_id or 0)
+        typed = TYPES in names and TYPES in whole.model_input_names
         single = whole("a")["input_ids"].count(whole.sep_token_id)
         has_pairs = single and TYPES in names and any(whole("a", "a").get(TYPES, ()))
         has_limit = hasattr(config, "max_position_embeddings") or text.max_tokens == limit
         return replace(
             text,
             encode=encode,
+            # GPT-2 would take types, and has no table of its own for them.
+            encode_pair=partial(encode_pair, own, typed) if pairs and (kinds is not None or not typed) else None,
             digest=_digest(own.to_str()),
             truncate=SIDES[whole.truncation_side] if sentence is not None and has_limit else "none",
+            side=SIDES[whole.truncation_side],
             separators=(whole.sep_token_id, single) if has_pairs else None,
         )
 

@@ -87,7 +87,7 @@ def _describe_text(text: TextSpec | None) -> Json:
     """How text is taken; {} if it is not."""
     if text is None:
         return {}
-    takes = ["text", "tokens"] if text.encode else ["tokens"]
+    takes = ["text", *(["text_pair"] if text.encode_pair else []), "tokens"] if text.encode else ["tokens"]
     described: Json = {"takes": takes, "max_tokens": text.max_tokens, "vocabulary": text.vocabulary, "mask": text.mask}
     if text.truncate != "none" or text.prompts:
         prompts = {"prompts": dict(text.prompts), "default_prompt": text.default_prompt}

@@ -40,14 +40,15 @@ class ArraysItem:
 
 @dataclass(frozen=True)
 class TextItem:
-    """A text to tokenize; ``truncate``: how to cut a long one, None: as the model's folder says.
+    """A text to tokenize, or two together; ``truncate``: how to cut a long one, None: as the model's folder says.
 
-    ``limit``: tokens, if fewer than the model's.
+    ``limit``: tokens, if fewer than the model's. ``pair``: the second text.
     """
 
     text: str = field(repr=False)
     truncate: Truncate | None = None
     limit: int | None = None
+    pair: str | None = field(default=None, repr=False)
 
     @classmethod
     def decode(cls, data: bytes) -> TextItem:
@@ -60,9 +61,10 @@ class TextItem:
 
 @dataclass(frozen=True)
 class TokensItem:
-    """The tokens of a text, special tokens included."""
+    """The tokens of a text, special tokens included; ``types``: which text of a pair each is of, None: all are 0."""
 
     tokens: tuple[int, ...] = field(repr=False)
+    types: tuple[int, ...] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

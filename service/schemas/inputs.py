@@ -38,8 +38,10 @@ Tokens = Annotated[
 class InputBody(StrictBody):
     """One input: a picture (base64 or data URI), a URL, a tensor, a text, a text's tokens, or another input again.
 
-    ``tensors``: one for each input of a model, by name; ``input``: the index of another input. ``objective``, or
-    ``class`` or ``target`` alone, replaces the request's; ``interventions`` come after those of the request.
+    ``text_pair``: a second text, which the model reads together with ``text``; ``token_type_ids``: of ``tokens``, the
+    text of a pair that each is of. ``tensors``: one for each input of a model, by name; ``input``: the index of another
+    input. ``objective``, or ``class`` or ``target`` alone, replaces the request's; ``interventions`` come after those
+    of the request.
     """
 
     image: str | None = None
@@ -47,7 +49,9 @@ class InputBody(StrictBody):
     tensor: TensorBody | None = None
     tensors: Annotated[dict[str, TensorBody], Field(min_length=1, max_length=MAX_FIELDS)] | None = None
     text: str | None = None
+    text_pair: str | None = None
     tokens: Tokens = None
+    token_type_ids: Tokens = None
     input: Index | None = None
     objective: ObjectiveBody | None = None
     klass: Class = Field(None, alias="class")
@@ -80,6 +84,14 @@ class InputBody(StrictBody):
             detail = "an input has exactly one of 'image', 'url', 'tensor', 'tensors', 'text', 'tokens' and 'input'"
             raise InputError(detail)
         ((name, value),) = given.items()
+        if self.text_pair is not None:
+            if name != "text":
+                raise InputError("'text_pair' is the second text, and there is no first", hint="send 'text' too")
+            return TextItem(value, pair=self.text_pair)
+        if self.token_type_ids is not None:
+            if name != "tokens" or len(value) != len(self.token_type_ids):
+                raise InputError("'token_type_ids' has an entry for each of 'tokens'", hint="send as many of both")
+            return TokensItem(value, self.token_type_ids)
         return readers[name](value)
 
 

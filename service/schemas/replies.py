@@ -213,7 +213,7 @@ class TextInputs(BaseModel):
     ``cuts``: a text of more than ``max_tokens`` is cut, not refused. ``prompts``: those of its folder, by name.
     """
 
-    takes: list[Literal["text", "tokens"]]
+    takes: list[Literal["text", "text_pair", "tokens"]]
     max_tokens: int
     vocabulary: int
     mask: str | None

@@ -151,7 +151,7 @@ def test_models_say_how_they_take_text(texts: Texts) -> None:
     body = {model["name"]: model for model in texts.live.client.get("/models").json()["models"]}
     assert body["bert"]["source"] == "transformers:bert"
     said = {"max_tokens": POSITIONS, "vocabulary": VOCABULARY, "mask": "attention_mask"}
-    assert body["bert"]["text"] == said | {"takes": ["text", "tokens"]}
+    assert body["bert"]["text"] == said | {"takes": ["text", "text_pair", "tokens"]}
     assert body["bare"]["text"] == said | {"takes": ["tokens"], "max_tokens": POSITIONS - 2}
     assert "text" not in body["digits"]
     assert {"name": "input_ids", "shape": [32], "dtype": "int64", "longest": POSITIONS} in body["bert"]["inputs"]

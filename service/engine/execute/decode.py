@@ -191,6 +191,7 @@ def _convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) -
     rows = {spec.name: _to_tensor(batches[spec.name], spec) for spec in inputs.specs if spec.name in batches}
     if text is not None and text.mask is not None and text.mask not in rows:
         rows[text.mask] = _make_mask(rows[text.ids], text)
+    rows = text.complete(rows) if text is not None else rows
     lengths = set()
     for spec, value in zip(inputs.specs, rows.values(), strict=True):
         pixels = prod(value.shape[2:])  # height and width may differ from the configured ones, up to a limit
@@ -202,7 +203,8 @@ def _convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) -
         if spec.longest:
             lengths.add(value.shape[1 + spec.long_axis])
     if len(lengths) > 1:
-        raise InputError("the model's inputs have different lengths", hint="send as many mask entries as tokens")
+        hint = "send as many mask entries, and token types, as tokens"
+        raise InputError("the model's inputs have different lengths", hint=hint)
     counts = {len(value) for value in rows.values()}
     if len(counts) != 1:
         raise InputError(f"the model's inputs have different numbers of rows: {sorted(counts)}")
@@ -263,32 +265,49 @@ def _tokenize(item: TextItem | TokensItem, inputs: ModelInputs) -> CutRows:
     text = inputs.text
     if text is None or not text.takes_text:
         raise InputError(f"model {inputs.model} takes no text", hint=f"send {_describe_inputs(inputs)}")
-    tokens, cut = _encode_text(item, text, inputs.model) if isinstance(item, TextItem) else (item.tokens, 0)
+    if isinstance(item, TextItem):
+        tokens, types, cut = _encode_text(item, text, inputs.model)
+    else:
+        tokens, types, cut = item.tokens, item.types, 0
+        if types is not None and text.types is None:
+            raise InputError(f"model {inputs.model} takes no token types", hint="leave 'token_type_ids' out")
     if len(tokens) > text.max_tokens:
         hint = f"send it in several inputs{CUT_HINT if isinstance(item, TextItem) else ''}"
         raise InputError(f"the text has {len(tokens)} tokens, the limit is {text.max_tokens}", hint=hint)
-    ids = torch.tensor([tokens], dtype=torch.int64)
-    return CutRows({text.ids: ids} if text.mask is None else {text.ids: ids, text.mask: torch.ones_like(ids)}, cut)
+    rows = {text.ids: torch.tensor([tokens], dtype=torch.int64)}
+    if text.mask is not None:
+        rows[text.mask] = torch.ones_like(rows[text.ids])
+    if types is not None and text.types is not None:
+        rows[text.types] = torch.tensor([types], dtype=torch.int64)
+    return CutRows(text.complete(rows), cut)
 
 
-def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[list[int], int]:
+def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[Sequence[int], Sequence[int] | None, int]:
+    """Tokens of one text or two, token types of two, and the number of dropped tokens; InputError."""
     if text.encode is None:
         raise InputError(f"model {name} has no tokenizer", hint=TOKENS_HINT)
-    truncate = item.truncate or text.truncate
+    if item.pair is not None and text.encode_pair is None:
+        raise InputError(f"model {name} takes no pairs of texts", hint="leave 'text_pair' out")
+    truncate = item.truncate or (text.truncate if item.pair is None else text.side)
     most = max(CHARACTERS * text.max_tokens, CUT_CHARACTERS if text.is_fast and truncate != "none" else 0)
-    if len(item.text) > most:
-        may_cut = text.is_fast and truncate == "none" and len(item.text) <= CUT_CHARACTERS
+    if (size := len(item.text) + len(item.pair or "")) > most:
+        may_cut = text.is_fast and truncate == "none" and size <= CUT_CHARACTERS
         raise InputError(
-            f"the text has {len(item.text)} characters, the limit is {most}",
+            f"the text has {size} characters, the limit is {most}",
             hint=f"send it in several inputs{CUT_HINT if may_cut else ''}",
         )
+    limit = min(item.limit or text.max_tokens, text.max_tokens)
+    types = None
     try:
-        tokens, cut = text.encode(item.text, min(item.limit or text.max_tokens, text.max_tokens), truncate)
+        if item.pair is None or text.encode_pair is None:
+            tokens, cut = text.encode(item.text, limit, truncate)
+        else:
+            tokens, types, cut = text.encode_pair(item.text, item.pair, limit, truncate)
     except Exception as error:  # third-party tokenizers raise for lone surrogates, for example
         raise InputError(f"the text can't be tokenized ({type(error).__name__})") from error
     if not tokens:
         raise InputError("the text has no tokens", hint="send a text that is not empty")
-    return tokens, cut
+    return tokens, types, cut
 
 
 def pad_texts(items: Items, attempts: Sequence[Sequence[Attempt]], text: TextSpec) -> Sequence[Sequence[Attempt]]:

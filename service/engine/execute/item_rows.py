@@ -117,10 +117,11 @@ def _name_arrays(item: ArraysItem, inputs: ModelInputs) -> dict[str, Array]:
     specs, text = inputs.specs, inputs.text
     arrays = item.arrays
     if text is not None and text.mask is not None:
-        masks = {str(name): array for name, array in arrays.items() if name == text.mask}
-        others = {name: array for name, array in arrays.items() if name != text.mask}
+        may_lack = {text.mask, text.types} - {None}
+        further = {str(name): array for name, array in arrays.items() if name in may_lack}
+        others = {name: array for name, array in arrays.items() if name not in may_lack}
         if len(others) == 1 and (not text.takes_text or set(others) <= {None, text.ids}):
-            return {text.ids: next(iter(others.values())), **masks}
+            return {text.ids: next(iter(others.values())), **further}
     if len(specs) == 1 and len(arrays) == 1 and not item.by_name:
         return {specs[0].name: next(iter(arrays.values()))}
     wanted = sorted(spec.name for spec in specs)
@@ -138,7 +139,8 @@ def _name_arrays(item: ArraysItem, inputs: ModelInputs) -> dict[str, Array]:
 def shape_arrays(item: ArraysItem, inputs: ModelInputs) -> dict[str, Array]:
     """An item's arrays by the names of the model's inputs, in their order, with the rows on axis 0; views.
 
-    A text's mask may be missing. InputError if they have other names, or a row of one of them may not be sent.
+    A text's mask and token types may be missing. InputError if they have other names, or a row of one of them may not
+    be sent.
     """
     by_name, batches = _name_arrays(item, inputs), dict[str, Array]()
     for spec in inputs.specs:
@@ -169,8 +171,9 @@ def _predict_item(item: object, inputs: ModelInputs) -> tuple[ModelInputs, Shape
     except InputError:
         return configured
     count, text = next(iter(shapes.values()))[0], tower.text
-    if text is not None and text.mask is not None and text.mask not in shapes:  # each text is as long as its tensor
-        shapes[text.mask] = count, shapes[text.ids][1 + text.axis]
+    if text is not None:  # each text is as long as its tensor
+        tokens = count, shapes[text.ids][1 + text.axis]
+        shapes = dict.fromkeys(filter(None, (text.mask, text.types)), tokens) | shapes
     return tower, tuple(shapes[spec.name][1:] for spec in tower.specs), count
 
 

@@ -34,7 +34,7 @@ from layertap.service.inputs.image_size import count_pixels
 from layertap.service.inputs.items import TIFF_STARTS, ImageItem, LocalItem
 
 HINT = "send one shape a request"
-PAIRS = "some ids look like pairs, by their separators: all token types are 0 here, those of second texts too"
+PAIRS = "some ids look like pairs, by their separators, and come without token types: all are 0, also of second texts"
 LARGE_PIXELS = 8_000_000  # of a picture: a fifth of a second to decode, or more
 LARGE_BYTES = LARGE_PIXELS // 1032  # of its file, at least: Deflate makes no more of a byte
 Faults = tuple[Fault, ...]  # in the order of the inputs

@@ -358,7 +358,9 @@ def complete_texts(request: ExtractRequest, sent: SentInputs, model: ModelInfo) 
     if not prompt and request.truncate is None and limit is None:
         return sent
     completed = {  # a shared item stays shared
-        id(item): TextItem(prompt + item.text, request.truncate, limit) if isinstance(item, TextItem) else item
+        id(item): replace(item, text=prompt + item.text, truncate=request.truncate, limit=limit)
+        if isinstance(item, TextItem)
+        else item
         for _, item in sent.items
     }
     return replace(sent, items=tuple((index, completed[id(item)]) for index, item in sent.items))

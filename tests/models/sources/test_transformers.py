@@ -39,10 +39,17 @@ from tests.transformers_nets import POSITIONS, SEP, TEXT, VOCABULARY, net, pictu
 
 Rows = dict[str, Tensor]
 LENGTH = 8
+
+
+def pairs(rows: int) -> Rows:
+    """Padded texts, whose second halves are of another type."""
+    found = texts(rows, LENGTH, padded=True)
+    return found | {"token_type_ids": (torch.arange(LENGTH) >= LENGTH // 2) * found["attention_mask"]}
+
+
 FAMILIES: dict[str, Callable[[], Rows]] = {
-    **dict.fromkeys(
-        ("bert", "classifier", "roberta", "distilbert", "gpt2", "clip_text"), lambda: texts(3, LENGTH, padded=True)
-    ),
+    **dict.fromkeys(("bert", "classifier", "roberta"), lambda: pairs(3)),
+    **dict.fromkeys(("distilbert", "gpt2", "clip_text"), lambda: texts(3, LENGTH, padded=True)),
     **dict.fromkeys(("clip_picture", "vit", "deit", "registers", "backbone"), lambda: pictures(3)),
     "clip": lambda: {name: rows[1:2] for name, rows in (texts(2, LENGTH, padded=True) | pictures(2)).items()},
 }
@@ -139,11 +146,17 @@ def test_attention(tmp_path: Path, name: str, layers: str) -> None:
         torch.testing.assert_close(found, weights, rtol=1e-4, atol=1e-6)
 
 
+TOKENS = ("input_ids", (32,), (0, VOCABULARY))
+MASK = ("attention_mask", (32,), (1, 2))
+TYPES = ("token_type_ids", (32,), (0, 2))
+
+
 @pytest.mark.parametrize(
     ("name", "inputs", "prefix"),
     [
-        ("bert", [("input_ids", (32,), (0, VOCABULARY), POSITIONS), ("attention_mask", (32,), (1, 2), POSITIONS)], 0),
-        slow("roberta", [("input_ids", (32,), (0, VOCABULARY), 38), ("attention_mask", (32,), (1, 2), 38)], 0),
+        ("bert", [(*TOKENS, POSITIONS), (*MASK, POSITIONS), (*TYPES, POSITIONS)], 0),
+        slow("roberta", [(*TOKENS, 38), (*MASK, 38), (*TYPES, 38)], 0),
+        slow("distilbert", [(*TOKENS, POSITIONS), (*MASK, POSITIONS)], 0),
         slow("clip_picture", [("pixel_values", (3, 32, 32), None, None)], 1),
         ("registers", [("pixel_values", (3, 32, 32), None, None)], 4),
     ],

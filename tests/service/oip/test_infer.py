@@ -346,6 +346,7 @@ def test_text_model(typed: Live) -> None:
     assert found["inputs"] == [
         {"name": "input_ids", "datatype": "INT64", "shape": [-1, -1]},
         {"name": "attention_mask", "datatype": "INT64", "shape": [-1, -1]},
+        {"name": "token_type_ids", "datatype": "INT64", "shape": [-1, -1]},
         {"name": "text", "datatype": "BYTES", "shape": [-1, 1]},
     ]
     assert found["outputs"][0] == {"name": "embedding", "datatype": "FP32", "shape": [-1, 32]}
