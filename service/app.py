@@ -32,6 +32,8 @@ from layertap.service.oip import routes as oip_routes
 from layertap.service.openai import embeddings
 from layertap.service.openai import routes as openai_routes
 from layertap.service.settings import Settings, read_settings
+from layertap.service.tei import bodies as tei_bodies
+from layertap.service.tei import routes as tei_routes
 from layertap.service.version import get_version
 
 ROUTERS = (extract.router, sweep.router, models.router, health.router)
@@ -42,6 +44,7 @@ EXPOSED = (  # headers of a reply that pages of other origins may read
 PROBLEM_ENCODERS = {
     "v1": embeddings.encode_error,
     "v2": oip_encoding.encode_error,
+    **dict.fromkeys(("rerank", "embed", "embed_sparse"), tei_bodies.encode_error),
 }  # by the first part of the path
 
 
@@ -91,7 +94,7 @@ def create_app(
     app.state.engine = engine
     app.state.prober = Prober(engine)
     app.state.updates = ModelUpdates(engine.manager, configuration, settings.config, engine.run_in_thread)
-    app.router.routes += [*extract.routes, *openai_routes.routes, *oip_routes.routes]
+    app.router.routes += [*extract.routes, *openai_routes.routes, *oip_routes.routes, *tei_routes.routes]
     for router in ROUTERS:
         app.include_router(router)
     openapi.install(app, extract.described.routes)

@@ -197,14 +197,24 @@ def encode_embeddings(features: Features, model_id: str, encoding: Encoding) -> 
     return write_json(body)
 
 
+def get_fault(problem: Problem) -> Fault:
+    """The first of several reasons."""
+    return problem.faults[0] if problem.faults else Fault(problem.detail, problem.hint)
+
+
+def describe_problem(problem: Problem) -> str:
+    """The first of several reasons, with what to do instead, in one line."""
+    fault = get_fault(problem)
+    hint = fault.hint or problem.hint
+    return f"{fault.detail[:MAX_DETAIL]}; {hint[:MAX_DETAIL]}" if hint else fault.detail[:MAX_DETAIL]
+
+
 def encode_error(problem: Problem) -> Response:
     """A problem in OpenAI's envelope: the first of several reasons."""
-    fault = problem.faults[0] if problem.faults else Fault(problem.detail, problem.hint)
-    hint = fault.hint or problem.hint
-    message = f"{fault.detail[:MAX_DETAIL]}; {hint[:MAX_DETAIL]}" if hint else fault.detail[:MAX_DETAIL]
+    fault = get_fault(problem)
     status = STATUS.get(problem.status, problem.status)
     error: dict[str, Any] = {
-        "message": message,
+        "message": describe_problem(problem),
         "type": TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
         "param": _name_parameter(fault),
         "code": problem.kind,
@@ -230,14 +240,18 @@ def check_dimensions(dimensions: int, columns: int, trained: Collection[int]) ->
     raise RequestError(f"'dimensions' is {dimensions}, and this embedding has {known}", hint=hint)
 
 
-def shorten(features: Features, dimensions: int) -> Features:
-    """Features whose only result is cut to (N, dimensions) float32, each row of norm 1 or 0, with a new fingerprint."""
+def shorten(features: Features, dimensions: int, *, normalize: bool = True) -> Features:
+    """Features whose only result is cut to (N, dimensions) float32, with a new fingerprint.
+
+    To ``normalize`` gives each row the norm 1, or 0.
+    """
     ((key, vectors),) = features.arrays.items()
     if dimensions == vectors.shape[1]:
         return features
     shorter = vectors[:, :dimensions]
-    lengths = np.linalg.norm(shorter, axis=1, keepdims=True)
-    shorter = shorter / np.where(lengths == 0, np.float32(1), lengths)
+    if normalize:
+        lengths = np.linalg.norm(shorter, axis=1, keepdims=True)
+        shorter = shorter / np.where(lengths == 0, np.float32(1), lengths)
     fingerprint = digest_variant(features.fingerprint, "dimensions", dimensions)
     space = digest_variant(features.space, "dimensions", dimensions)
     receipts = {key: replace(features.receipts[key], fingerprint=fingerprint, space=space)}

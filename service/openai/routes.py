@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from layertap.models.errors import Fault, RequestError
 from layertap.models.plan.plan import ResultSize
+from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.collect.results import find_wrong_row
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.limits import check_sizes
@@ -38,6 +39,16 @@ async def create_embeddings(exchange: Exchange) -> Response:
     if asked.hints:
         text = (await engine.get_handle(asked.model, ticket)).model.text
         asked = embeddings.choose_prompt(asked, text.prompts if text is not None else ())
+    features = await compute_vectors(engine, asked, sent, ticket)
+    encode = partial(_encode, features, asked)
+    joined, data = await run_encoder(encode, features[0], engine, ticket, in_thread=len(features) > 1)
+    return BuffersResponse(data, describe_features(joined), "application/json")
+
+
+async def compute_vectors(
+    engine: Engine, asked: embeddings.AskedEmbeddings, sent: SentInputs, ticket: Ticket
+) -> list[Features]:
+    """The features of all inputs, a part for as many as a request may have; any LayertapError."""
     parts, size = [sent], engine.settings.max_inputs
     if len(sent.items) > size:
         parts = [SentInputs(sent.items[start : start + size]) for start in range(0, len(sent.items), size)]
@@ -54,9 +65,7 @@ async def create_embeddings(exchange: Exchange) -> Response:
     features = []
     for part in parts:  # a comprehension would be a coroutine of its own, woken as often as this one
         features.append(await engine.extract(asked, part, ticket))
-    encode = partial(_encode, features, asked)
-    joined, data = await run_encoder(encode, features[0], engine, ticket, in_thread=len(features) > 1)
-    return BuffersResponse(data, describe_features(joined), "application/json")
+    return features
 
 
 async def list_models(exchange: Exchange) -> Response:
@@ -79,13 +88,23 @@ routes = [
 
 def _encode(parts: Sequence[Features], asked: embeddings.AskedEmbeddings) -> tuple[Features, Buffers]:
     """Concatenate the features of all parts and encode the reply."""
+    features = join_vectors(parts, asked, "input")
+    return features, embeddings.encode_embeddings(features, asked.model_id, asked.reply.encoding)
+
+
+def join_vectors(parts: Sequence[Features], asked: embeddings.AskedEmbeddings, field: str) -> Features:
+    """The features of all parts, with the requested dimensions; RequestError for numbers that JSON can't hold.
+
+    ``field`` is the body's, of which a bad input is named.
+    """
     features = warn_of_ignored(join_features(parts), asked.ignored)
     if asked.dimensions is not None:
-        features = embeddings.shorten(features, asked.dimensions)
+        normalize = asked.embedding is None or asked.embedding.normalize
+        features = embeddings.shorten(features, asked.dimensions, normalize=normalize)
     if (found := find_wrong_row(features)) is not None:  # these clients accept no null
         row, text = found
-        raise RequestError.from_faults([Fault(f"no embedding can be given: {text}", ASK, f"/input/{row}", row)])
-    return features, embeddings.encode_embeddings(features, asked.model_id, asked.reply.encoding)
+        raise RequestError.from_faults([Fault(f"no embedding can be given: {text}", ASK, f"/{field}/{row}", row)])
+    return features
 
 
 async def _describe(engine: Engine, model_id: str) -> Json:

@@ -1,0 +1,1 @@
+"""Tests of reranking, and of the routes of text-embeddings-inference."""
