@@ -16,7 +16,9 @@ from layertap.service.config.allowed import Allowed
 from layertap.service.config.file import Mistake, read_document, read_file
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+ALIAS = r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}"  # names of the hub, and tags
 NAME_RULE = "a name has 1 to 100 letters, digits, '.', '_' and '-', a letter or digit first"
+ALIAS_RULE = "an alias has 1 to 200 letters, digits, '.', '_', '-', '/' and ':', a letter or digit first"
 NOT_LOADED = frozenset({"load", "required", "idle_timeout_s"})  # fields that the model itself does not depend on
 
 
@@ -156,8 +158,8 @@ def check_models(specs: Sequence[ModelSpec], default: str) -> Iterator[Mistake]:
 def _check_aliases(aliases: Mapping[str, str], names: Sequence[str]) -> Iterator[Mistake]:
     """What is wrong with aliases of models, by their names."""
     for alias, target in aliases.items():
-        if not fullmatch(NAME, alias):
-            yield ("aliases", alias), NAME_RULE
+        if not fullmatch(ALIAS, alias):
+            yield ("aliases", alias), ALIAS_RULE
         elif alias in names:
             yield ("aliases", alias), f"a model is called {alias!r}"
         elif target not in names:

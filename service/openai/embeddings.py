@@ -13,6 +13,7 @@ from fastapi import Response
 from pydantic import BeforeValidator, ConfigDict, Field, StrictInt
 
 from layertap.models.errors import Fault, InputError, RequestError, SelectorError
+from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.requested import Embedding
 from layertap.models.plan.selectors import parse_selector
@@ -97,15 +98,33 @@ class AskedEmbeddings(ExtractRequest):
 _asked: LRUCache[Hashable, AskedEmbeddings] = LRUCache(MAX_KEPT)  # clients ask the same over and over
 
 
-def parse_model_id(model_id: str) -> tuple[str, Embedding]:
-    """The name and the embedding, normalised, of ``NAME`` or ``NAME:LAYER``; SelectorError unless it is one layer."""
-    name, _, layer = model_id.partition(":")
+@dataclass(frozen=True)
+class DataUri(ImageItem):
+    """What begins as a ``data:`` URI: a picture, or, of a model that takes texts, perhaps a text.
+
+    ``fault``: why it is no picture.
+    """
+
+    text: str = field(default="", repr=False)
+    fault: InputError | None = None
+
+
+def parse_model_id(model_id: str, aliases: Collection[str]) -> tuple[str, Embedding]:
+    """The name and the embedding, normalised, of ``NAME`` or ``NAME:LAYER``; SelectorError unless it is one layer.
+
+    ``aliases`` are names, too, and may have colons of their own.
+    """
+    matching = [each for each in aliases if model_id == each or model_id.startswith(f"{each}:")]
+    name = max(matching, key=len) if matching else model_id.partition(":")[0]
+    layer = model_id[len(name) + 1 :]
     if layer and parse_selector(layer).is_glob:  # finding its matches would take long
         raise SelectorError("an embedding is of one layer", hint="write its name, without '*' and '?'")
     return name, Embedding(normalize=True, layer=layer)
 
 
-def parse_embeddings(envelope: Envelope, data: bytes, settings: Settings) -> tuple[AskedEmbeddings, SentInputs]:
+def parse_embeddings(
+    envelope: Envelope, data: bytes, settings: Settings, *, aliases: Collection[str]
+) -> tuple[AskedEmbeddings, SentInputs]:
     """The request and its inputs; for a thread. BadRequestError, UnsupportedMediaError, RequestError."""
     if envelope.media_type != JSON:
         hint = "send Content-Type: application/json"
@@ -113,12 +132,12 @@ def parse_embeddings(envelope: Envelope, data: bytes, settings: Settings) -> tup
     value = load_json(data, settings.max_json_numbers)
     fields = value if isinstance(value, dict) else {}
     rest = write_rest(fields, *OWN)
-    key = rest, settings.reply_limits
+    key = rest, settings.reply_limits, *aliases
     if (asked := _asked.get(key)) is not None:
         given = validate(InputBody, {name: each for name, each in fields.items() if name in OWN}).input
     else:
         body = validate(EmbeddingsBody, value)
-        asked, given = _read_body(body, envelope, settings), body.input
+        asked, given = _read_body(body, envelope, settings, aliases), body.input
         if rest is not None:
             asked.remember()
             _asked.put(key, asked)
@@ -128,8 +147,31 @@ def parse_embeddings(envelope: Envelope, data: bytes, settings: Settings) -> tup
     return asked, SentInputs(tuple(items))
 
 
-def _read_body(body: EmbeddingsBody, envelope: Envelope, settings: Settings) -> AskedEmbeddings:
-    name, embedding = read_field("/model", lambda: parse_model_id(body.model))
+def settle_items(sent: SentInputs, inputs: ModelInputs) -> SentInputs:
+    """The inputs of a model, where it decides what begins as a ``data:`` URI; RequestError for one that is no picture.
+
+    A model of texts takes all of them as texts, one of both those that are no picture.
+    """
+    items, faults = read_items([item for _, item in sent.items], "input", partial(_settle_item, inputs=inputs))
+    if faults:
+        raise RequestError.from_faults(faults)
+    return SentInputs(tuple(items))
+
+
+def _settle_item(item: InputItem, inputs: ModelInputs) -> InputItem:
+    if not isinstance(item, DataUri):
+        return item
+    if inputs.text is not None and (item.fault or not inputs.takes_pictures):
+        return TextItem(item.text)
+    if item.fault is not None:
+        raise InputError(item.fault.detail, hint=item.fault.hint)
+    return ImageItem(item.data)
+
+
+def _read_body(
+    body: EmbeddingsBody, envelope: Envelope, settings: Settings, aliases: Collection[str]
+) -> AskedEmbeddings:
+    name, embedding = read_field("/model", lambda: parse_model_id(body.model, aliases))
     encoding: Encoding = "base64" if body.encoding_format == "base64" else "list"
     others = body.model_extra or {}
     return AskedEmbeddings(
@@ -175,10 +217,17 @@ def _read_item(entry: Entry, modality: Kind | None) -> InputItem:
         return TokensItem(entry)
     if modality == "tokens":
         raise InputError("this is not a list of token ids", hint='leave "modality" out')
-    if isinstance(entry, str) and (modality == "text" or (modality is None and entry[:5].lower() != "data:")):
-        return TextItem(entry)
+    if isinstance(entry, str) and modality != "image":
+        return TextItem(entry) if modality == "text" or entry[:5].lower() != "data:" else _read_data_uri(entry)
     picture = entry if isinstance(entry, str) else entry.image
     return UrlItem(picture) if picture.startswith(URL_SCHEMES) else ImageItem(decode_base64(picture))
+
+
+def _read_data_uri(text: str) -> DataUri:
+    try:
+        return DataUri(decode_base64(text), text)
+    except InputError as error:
+        return DataUri(b"", text, error)
 
 
 def encode_embeddings(features: Features, model_id: str, encoding: Encoding) -> Buffers:

@@ -35,10 +35,12 @@ read_envelope = make_envelope_reader({JSON.name: JSON})
 async def create_embeddings(exchange: Exchange) -> Response:
     """A vector of norm 1 for each input."""
     engine = exchange.engine
-    (asked, sent), ticket = await receive(exchange, embeddings.parse_embeddings, read_envelope)
-    if asked.hints:
-        text = (await engine.get_handle(asked.model, ticket)).model.text
-        asked = embeddings.choose_prompt(asked, text.prompts if text is not None else ())
+    parse = partial(embeddings.parse_embeddings, aliases=engine.manager.registry.aliases)
+    (asked, sent), ticket = await receive(exchange, parse, read_envelope)
+    if asked.hints or any(isinstance(item, embeddings.DataUri) for _, item in sent.items):
+        inputs = (await engine.get_handle(asked.model, ticket)).model.model_inputs
+        asked = embeddings.choose_prompt(asked, inputs.text.prompts if inputs.text is not None else ())
+        sent = embeddings.settle_items(sent, inputs)
     features = await compute_vectors(engine, asked, sent, ticket)
     encode = partial(_encode, features, asked)
     joined, data = await run_encoder(encode, features[0], engine, ticket, in_thread=len(features) > 1)
@@ -69,13 +71,14 @@ async def compute_vectors(
 
 
 async def list_models(exchange: Exchange) -> Response:
-    """All models, by the ids to request embeddings with."""
-    names = [entry.spec.name for entry in exchange.engine.manager.registry]
+    """All models and aliases, by the ids to request embeddings with."""
+    registry = exchange.engine.manager.registry
+    names = [*(entry.spec.name for entry in registry), *registry.aliases]
     return JSONResponse({"object": "list", "data": [await _describe(exchange.engine, name) for name in names]})
 
 
 async def show_model(exchange: Exchange, model_id: str) -> Response:
-    """One model, or a layer of it: ``NAME:LAYER``."""
+    """One model or alias, or a layer of it: ``NAME:LAYER``."""
     return JSONResponse(await _describe(exchange.engine, model_id))
 
 
@@ -109,7 +112,7 @@ def join_vectors(parts: Sequence[Features], asked: embeddings.AskedEmbeddings, f
 
 async def _describe(engine: Engine, model_id: str) -> Json:
     """A model for OpenAI's clients, with fingerprint and dimension if it is loaded; UnknownModelError, RequestError."""
-    name, embedding = embeddings.parse_model_id(model_id)
+    name, embedding = embeddings.parse_model_id(model_id, engine.manager.registry.aliases)
     entry = engine.manager.registry.get_entry(name)
     body: Json = {"id": model_id, "object": "model", "created": 0, "owned_by": "layertap", "state": entry.state}
     handle = engine.manager.find_handle(name)

@@ -151,6 +151,7 @@ def test_embeddings(live: Live, clip: Towers) -> None:
     close(embed(live, [f"data:image/png;base64,{sent}"]), of_picture)
     close(embed(live, [sent], modality="image"), of_picture)
     close(embed(live, [SENTENCES[0], f"data:image/png;base64,{sent}"]), np.concatenate([of_texts[:1], of_picture]))
+    close(embed(live, [f"data: {SENTENCES[0]}"]), unit(clip.of_text(f"data: {SENTENCES[0]}")))
 
 
 def test_layers_of_either(live: Live, clip: Towers) -> None:

@@ -184,9 +184,11 @@ def test_unreadable(tmp_path: Path) -> None:
 
 def test_aliases(tmp_path: Path) -> None:
     """Aliases are names, of models that there are, and the default is one of these."""
-    text = "models: [{name: a, source: 'a:b'}]\ndefaults: {model: b}\naliases: {prod: c, '-': a}\n"
+    text = "models: [{name: a, source: 'a:b'}]\ndefaults: {model: b}\naliases: {prod: c, '-': a, '../b': a}\n"
     with pytest.raises(ConfigError) as caught:
         read_configuration(write_config(tmp_path, text))
     assert [line.split(": ")[1] for line in caught.value.detail.splitlines()] == [
-        *("defaults.model", "aliases.-", "aliases.prod")
+        *("defaults.model", "aliases.-", "aliases.../b", "aliases.prod")
     ]
+    text = "models: [{name: a, source: 'a:b'}]\naliases: {BAAI/bge-m3: a, 'nomic:latest': a}\n"
+    assert read_configuration(write_config(tmp_path, text)).aliases == {"BAAI/bge-m3": "a", "nomic:latest": "a"}

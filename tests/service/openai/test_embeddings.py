@@ -22,6 +22,7 @@ from tests.service.support import Array, Json, arrays_of, configured, image, net
 from tests.transformers_nets import saved, tokenizer
 
 PICTURES = [picture(seed) for seed in range(5)]
+ALIASES = {"ACME/bert-small": "bert", "bert:latest": "bert", "digits:block1": "gpt2"}
 TEXTS = ["a cat sat on the mat", "the dog saw the cat", "a red dog and a cat"]
 
 
@@ -39,7 +40,8 @@ def served(serve: Serve, folder: Path) -> Iterator[Live]:
         tokenizer(folder / name)
     specs = [ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in ("bert", "gpt2")]
     short = replace(digits(), name="short", dimensions=(1, 16, 63))
-    with serve(configured(*specs, short, net("never", "Never", required=False)), max_inputs=4) as live:
+    configuration = configured(*specs, short, net("never", "Never", required=False))
+    with serve(replace(configuration, aliases=ALIASES), max_inputs=4) as live:
         yield live
 
 
@@ -103,6 +105,33 @@ def test_layer(served: Live, client: OpenAI) -> None:
         assert reply.model == f"digits:{layer}"
 
 
+def test_aliases(served: Live, client: OpenAI) -> None:
+    """Names of the hub and tags name models, and come before a layer of that name; layers may follow them."""
+    expected = native(served, model="bert", inputs=[{"text": TEXTS[0]}])
+    layer = native(served, model="bert", inputs=[{"text": TEXTS[0]}], layers=["encoder.layer.0"], pool="mean")
+    wanted = {"ACME/bert-small": expected, "bert:latest": expected, "bert:latest:encoder.layer.0": layer}
+    for model_id, vector in wanted.items():
+        reply = client.embeddings.create(model=model_id, input=TEXTS[0])
+        np.testing.assert_allclose(vectors(reply), vector, atol=1e-6)
+        assert reply.model == model_id
+    tagged = client.embeddings.create(model="digits:block1", input=TEXTS[0])
+    np.testing.assert_allclose(vectors(tagged), native(served, model="gpt2", inputs=[{"text": TEXTS[0]}]), atol=1e-6)
+    assert {each.id for each in client.models.list()} >= ALIASES.keys()
+    assert client.models.retrieve("ACME/bert-small").id == "ACME/bert-small"
+
+
+@pytest.mark.parametrize("text", ["data: a cat sat", "data:image/png;base64,AAAA", "Data:,"])
+def test_texts_like_pictures(served: Live, client: OpenAI, text: str) -> None:
+    """What begins like the address of a picture is a text where a model takes no pictures."""
+    reply = client.embeddings.create(model="bert", input=[text, TEXTS[0]])
+    expected = native(served, model="bert", inputs=[{"text": text}, {"text": TEXTS[0]}])
+    np.testing.assert_allclose(vectors(reply), expected, atol=1e-6)
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.embeddings.create(model="digits", input=[uri(PICTURES[0]), text])
+    assert isinstance(raised.value.body, dict)
+    assert raised.value.body["param"] == "input[1]"
+
+
 def test_many_inputs(served: Live, client: OpenAI) -> None:
     """More inputs than a request may have are answered all the same, a part after another."""
     given = [uri(PICTURES[place % 5]) for place in range(11)]
@@ -162,7 +191,7 @@ def test_tokens(folder: Path, client: OpenAI) -> None:
 def test_models(served: Live, client: OpenAI) -> None:
     """Models are listed by id, with what their vectors are where they are loaded."""
     listed = {each.id: each for each in client.models.list()}
-    assert set(listed) == {"digits", "bert", "gpt2", "short", "never"}
+    assert set(listed) == {"digits", "bert", "gpt2", "short", "never", *ALIASES}
     reply = client.embeddings.with_raw_response.create(model="digits", input=uri(PICTURES[0]))
     digits: Json = listed["digits"].model_dump()
     assert digits["fingerprint"] == reply.headers["x-layertap-fingerprint"]
