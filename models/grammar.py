@@ -149,7 +149,8 @@ def unknown_name_error(kind: str, ident: str, names: Iterable[str]) -> LoadError
 
 def not_installed_error(library: str) -> AbsentError:
     """The error for a source whose library is not installed."""
-    return AbsentError(f"{library} is not installed here", hint=f'type pip install "layertap[{library}]"')
+    shown = library.replace("_", "-")
+    return AbsentError(f"{shown} is not installed here", hint=f'type pip install "layertap[{shown}]"')
 
 
 def import_library(name: str) -> Any:

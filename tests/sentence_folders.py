@@ -9,15 +9,24 @@ from typing import Any
 
 import torch
 import transformers
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer import modules
-from torch import nn
+from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
+from sentence_transformers.sparse_encoder import modules as sparse
+from torch import Tensor, nn
 
 from tests.oracle import seeded
-from tests.transformers_nets import DISTIL, TEXT, tokenizer
+from tests.transformers_nets import CLIP_PICTURE, CLIP_TEXT, DISTIL, TEXT, WORDS, tokenizer
 
 LIMIT = 12
 PROMPTS = {"query": "the red dog : ", "document": ""}
+QUERY = {"prompts": {"query": "the red dog : "}}
+KNOWN = ["PAD", *WORDS[4:], "DOG,"]  # of whole words
+TEMPLATE = """{% for each in messages %}{% if each['role'] == 'system' %}the red {% endif %}{{
+each['content'] if each['content'] is string else each['content'][0]['text'] }} {% endfor %}on the mat"""
+FIXED = {"strategy": "fixed", "attend": False, "length": 10}
+LEAST = {"strategy": "min", "attend": True, "length": 8}
 SMALL = {key: value for key, value in TEXT.items() if key != "max_position_embeddings"}
 T5 = {"vocab_size": 20, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 
@@ -34,6 +43,10 @@ ENCODERS: dict[str, Callable[[], Any]] = {
     "distilbert": lambda: transformers.DistilBertModel(transformers.DistilBertConfig(**DISTIL)),
     "qwen2": lambda: transformers.Qwen2Model(transformers.Qwen2Config(**TEXT, num_key_value_heads=2)),
     "t5": lambda: transformers.T5EncoderModel(transformers.T5Config(**T5)),
+    "masked": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**TEXT | {"vocab_size": len(WORDS)})),
+    "clip": lambda: transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=CLIP_TEXT, vision_config=CLIP_PICTURE, projection_dim=16)
+    ),
     "modernbert": lambda: transformers.ModernBertModel(
         transformers.ModernBertConfig(**TEXT, pad_token_id=0, cls_token_id=2, sep_token_id=3)
     ),
@@ -44,21 +57,66 @@ def _dense(width: int, out: int, activation: nn.Module | None, **options: Any) -
     return modules.Dense(width, out, activation_function=activation, **options)
 
 
-def _pooled(modes: str | Sequence[str]) -> Any:
-    return modules.Pooling(32, tuple(modes) if not isinstance(modes, str) else modes)
+def _pooled(modes: str | Sequence[str], width: int = 32, **options: Any) -> Any:
+    return modules.Pooling(width, tuple(modes) if not isinstance(modes, str) else modes, **options)
 
 
-# The encoder, what stands behind it, and what SentenceTransformer is told besides.
-LAYOUTS: dict[str, tuple[str, Callable[[], list[Any]], dict[str, Any]]] = {
-    "mean": ("bert", lambda: [_pooled("mean"), modules.Normalize()], {}),
-    "cls": ("distilbert", lambda: [_pooled("cls")], {}),
-    "max": ("modernbert", lambda: [_pooled("max")], {}),
-    "sqrt": ("xlm_roberta", lambda: [_pooled("mean_sqrt_len_tokens")], {}),
-    "weighted": ("mpnet", lambda: [_pooled("weightedmean"), modules.Normalize()], {}),
-    "last": ("qwen2", lambda: [_pooled("lasttoken"), modules.Normalize()], {}),
+def _encode(folder: Path, kind: str = "bert", *, saved: Any = None, **options: Any) -> Any:
+    """The transformer, whose tokenizer is made with the options ``saved``."""
+    _save_encoder(kind, folder / "encoder", **saved or {})
+    return modules.Transformer(str(folder / "encoder"), **{"max_seq_length": LIMIT, **options})
+
+
+def _scores(folder: Path, **options: Any) -> Any:
+    return _encode(folder, "masked", transformer_task="fill-mask", **options)
+
+
+def _vectors(folder: Path, **options: Any) -> list[Any]:
+    """A vector for each token but some."""
+    of_tokens = {"module_input_name": "token_embeddings"}
+    return [
+        _encode(folder, saved={"mask_token": "cat"}, **options),
+        _dense(32, 8, None, bias=False, **of_tokens),
+        MultiVectorMask(skiplist_words=["dog"]),
+        modules.Normalize(**of_tokens),
+    ]
+
+
+def _words() -> Any:
+    return modules.WordEmbeddings(WhitespaceTokenizer(KNOWN), _draw(len(KNOWN), 8), max_seq_length=9)
+
+
+def _draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+def _ways(folder: Path) -> Any:
+    """Of queries each word has a weight; documents have a model."""
+    document = [_scores(folder), sparse.SpladePooling("max")]
+    tokens = transformers.AutoTokenizer.from_pretrained(folder / "encoder")
+    return modules.Router.for_query_document(
+        [sparse.SparseStaticEmbedding(tokens, weight=_draw(len(WORDS)).abs())], document
+    )
+
+
+def _heads() -> Any:
+    return modules.Router.for_query_document(
+        [_dense(32, 8, nn.Tanh())], [_dense(32, 8, None), modules.Normalize()], default_route="query"
+    )
+
+
+Make = Callable[[Path], list[Any]]
+# What each model is made of, and what it is told besides.
+VECTORS: dict[str, tuple[Make, dict[str, Any]]] = {
+    "mean": (lambda folder: [_encode(folder), _pooled("mean"), modules.Normalize()], {}),
+    "cls": (lambda folder: [_encode(folder, "distilbert"), _pooled("cls")], {}),
+    "max": (lambda folder: [_encode(folder, "modernbert"), _pooled("max")], {}),
+    "sqrt": (lambda folder: [_encode(folder, "xlm_roberta"), _pooled("mean_sqrt_len_tokens")], {}),
+    "weighted": (lambda folder: [_encode(folder, "mpnet"), _pooled("weightedmean"), modules.Normalize()], {}),
+    "last": (lambda folder: [_encode(folder, "qwen2"), _pooled("lasttoken"), modules.Normalize()], {}),
     "several": (
-        "bert",
-        lambda: [
+        lambda folder: [
+            _encode(folder),
             _pooled(("cls", "mean", "lasttoken")),
             _dense(96, 24, nn.GELU()),
             _dense(24, 8, None, bias=False),
@@ -67,25 +125,114 @@ LAYOUTS: dict[str, tuple[str, Callable[[], list[Any]], dict[str, Any]]] = {
         {"truncate_dim": 6},
     ),
     "dense": (
-        "t5",
-        lambda: [_pooled("mean"), _dense(32, 16, nn.Tanh()), _dense(16, 16, nn.ReLU(), use_residual=True)],
+        lambda folder: [
+            _encode(folder, "t5"),
+            _pooled("mean"),
+            _dense(32, 16, nn.Tanh()),
+            _dense(16, 16, nn.ReLU(), use_residual=True),
+        ],
         {},
     ),
-    "prompts": ("bert", lambda: [_pooled("mean")], {"prompts": PROMPTS, "default_prompt_name": "query"}),
-    "named_prompts": ("bert", lambda: [_pooled("mean"), modules.Normalize()], {"prompts": PROMPTS}),
+    "prompts": (
+        lambda folder: [_encode(folder, do_lower_case=True), _pooled("mean")],
+        {"prompts": PROMPTS, "default_prompt_name": "query"},
+    ),
+    "named_prompts": (lambda folder: [_encode(folder), _pooled("mean"), modules.Normalize()], {"prompts": PROMPTS}),
+    "layer_norm": (
+        lambda folder: [_encode(folder), _pooled("mean"), modules.LayerNorm(32), modules.Dropout(0.5)],
+        {"prompts": {"passage": "the cat : "}},
+    ),
+    "dense_tokens": (
+        lambda folder: [
+            _encode(folder),
+            _dense(32, 16, None, module_input_name="token_embeddings"),
+            _pooled("mean", 16),
+        ],
+        {},
+    ),
+    "layers": (
+        lambda folder: [
+            _encode(folder, config_kwargs={"output_hidden_states": True}),
+            modules.WeightedLayerPooling(32, 2, 1),
+            _pooled("mean"),
+        ],
+        {},
+    ),
+    "without_prompt": (
+        lambda folder: [
+            _encode(folder),
+            _pooled(("mean", "weightedmean", "cls", "lasttoken", "max"), include_prompt=False),
+        ],
+        QUERY,
+    ),
+    "without_default_prompt": (
+        lambda folder: [_encode(folder), _pooled("mean", include_prompt=False)],
+        {**QUERY, "default_prompt_name": "query"},
+    ),
+    "limits": (lambda folder: [_encode(folder, query_length=6, document_length=20), _pooled("mean")], {}),
+    "chat": (lambda folder: [_encode(folder, "qwen2", saved=CHAT), _pooled("lasttoken")], QUERY),
+    "chat_by_default": (
+        lambda folder: [_encode(folder, "qwen2", saved=CHAT), _pooled("mean")],
+        {**QUERY, "default_prompt_name": "query"},
+    ),
+    "static": (
+        lambda folder: [
+            modules.StaticEmbedding(tokenizer(folder / "tokenizer"), _draw(len(WORDS), 16)),
+            modules.Normalize(),
+        ],
+        QUERY,
+    ),
+    "bag": (
+        lambda folder: [
+            modules.BoW(["a", "cat", "DOG", "mat"], {"cat": 2.5, "dog": 0.3}, 0.7),
+            _dense(4, 3, nn.Tanh()),
+        ],
+        QUERY,
+    ),
+    "bag_once": (lambda folder: [modules.BoW(["a", "cat", "dog"], {"cat": 2.5}, 0.7, False)], {}),
+    "words": (lambda folder: [_words(), _pooled(("mean", "mean_sqrt_len_tokens"), 8)], QUERY),
+    "word_weights": (
+        lambda folder: [_words(), modules.WordWeights(KNOWN, {"cat": 2.0, "dog": 0.5}, 0.7), _pooled("mean", 8)],
+        {},
+    ),
+    "convolved": (lambda folder: [_words(), modules.CNN(8, 6, [1, 3, 5]), _pooled("mean", 18)], {}),
+    "recurrent": (lambda folder: [_words(), modules.LSTM(8, 6), _pooled(("mean", "lasttoken"), 12)], {}),
+    "heads": (lambda folder: [_encode(folder), _pooled("mean"), _heads()], {}),
+}
+SPARSE: dict[str, tuple[Make, dict[str, Any]]] = {
+    "splade": (lambda folder: [_scores(folder), sparse.SpladePooling("max")], {}),
+    "splade_sum": (
+        lambda folder: [_scores(folder), sparse.SpladePooling("sum", "log1p_relu")],
+        {**QUERY, "max_active_dims": 5},
+    ),
+    "ways": (lambda folder: [_ways(folder)], {}),
+    "codes": (lambda folder: [_encode(folder), _pooled("mean"), sparse.SparseAutoEncoder(32, 64, k=6, k_aux=6)], {}),
+}
+SEVERAL: dict[str, tuple[Make, dict[str, Any]]] = {
+    "late": (lambda folder: _vectors(folder), QUERY),
+    "late_fixed": (lambda folder: _vectors(folder, query_expansion=FIXED), QUERY),
+    "late_least": (lambda folder: _vectors(folder, query_expansion=LEAST, document_length=9), QUERY),
 }
 OLDER = ("older", "oldest")
+CHAT = {"chat_template": TEMPLATE}
+
+
+def get_library(name: str) -> Any:
+    """The library's class of a folder."""
+    return SparseEncoder if name in SPARSE else MultiVectorEncoder if name in SEVERAL else SentenceTransformer
 
 
 def save(name: str, folder: Path) -> None:
-    """Write the folder of a layout."""
+    """Write a folder."""
     if name in OLDER:
         return _save_older(folder, nested=name == "oldest")
-    kind, make, options = LAYOUTS[name]
-    _save_encoder(kind, folder / "encoder")
+    make, options = (VECTORS | SPARSE | SEVERAL)[name]
     torch.manual_seed(0)
-    transformer = modules.Transformer(str(folder / "encoder"), max_seq_length=LIMIT, do_lower_case=name == "prompts")
-    SentenceTransformer(modules=[transformer, *make()], device="cpu", **options).save(str(folder))
+    parts = make(folder)
+    for part in parts:
+        if not isinstance(part, (modules.Transformer, modules.StaticEmbedding, modules.WordEmbeddings, modules.Router)):
+            seeded(part, 1)
+    get_library(name)(modules=parts, device="cpu", **options).save(str(folder))
     return None
 
 

@@ -34,7 +34,7 @@ class TextSpec:
     vocabulary: int  # the number of ids; 0 if a layer's output replaces them
     is_fast: bool = True  # ``encode`` takes a million characters in about a second, several texts at the same time
     # Text, token limit, side to truncate → ids with special tokens, number of dropped tokens; thread-safe. None if
-    # there is no tokenizer.
+    # there is no tokenizer. It puts the default prompt in front.
     encode: Encode | None = field(default=None, repr=False, compare=False)
     # Two texts → ids, their types if it gives any, number of tokens dropped of the longer text, or of both. None if
     # pairs can't be sent.
@@ -49,7 +49,9 @@ class TextSpec:
     side: Truncate = "end"  # the same for pairs
     prompts: Mapping[str, str] = field(default_factory=dict, hash=False)  # prefixes that a request selects by name
     default_prompt: str = ""  # used if a request names none
-    limits: Mapping[str, int] = field(default_factory=dict, hash=False)  # the tokens of texts with some prompts
+    # For each prompt the tokenizer of texts with it, and a text of what else it changes, empty if nothing.
+    encoders: Mapping[str, Encode] = field(default_factory=dict, repr=False, compare=False)
+    effects: Mapping[str, str] = field(default_factory=dict, hash=False)
     separators: tuple[int, int] | None = None  # the id, and its count in a single text, if pairs have token types
 
     @property

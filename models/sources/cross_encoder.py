@@ -9,14 +9,16 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from layertap.models.errors import LoadError, escape
-from layertap.models.inputs.model_inputs import TextSpec
+from layertap.models.inputs.model_inputs import Encode, TextSpec
 from layertap.models.sources.checkpoints import wrap_errors
+from layertap.models.spec import Truncate
 
 SCORES = "scores"  # the layer that returns what ``predict`` does
 FILE, OWN_FILE = "config_sentence_transformers.json", "sentence_bert_config.json"
@@ -43,8 +45,12 @@ class CrossEncoderFolder:
     def complete(self, text: TextSpec) -> TextSpec:
         """How texts are taken, with the folder's limit and prompts; a single text is cut as pairs are."""
         limit = min(text.max_tokens, self.max_tokens or text.max_tokens)
-        own = replace(text, max_tokens=limit, truncate=text.side)
-        return replace(own, prompts=self.prompts, default_prompt=self.default_prompt)
+        own = replace(text, max_tokens=limit, truncate=text.side, prompts=self.prompts)
+        if text.encode is None:
+            return own
+        make = partial(partial, _encode_behind, text.encode)
+        encoders = {name: make(prompt) for name, prompt in self.prompts.items()}
+        return replace(own, encode=make(self.default_prompt), encoders=encoders, default_prompt=self.default_prompt)
 
 
 def read_cross_encoder(folder: Path, config: Any, shown: str) -> CrossEncoderFolder | None:
@@ -73,6 +79,10 @@ def read_cross_encoder(folder: Path, config: Any, shown: str) -> CrossEncoderFol
         prompts=prompts,
         default_prompt=prompts.get(str(saved.get("default_prompt_name")), ""),
     )
+
+
+def _encode_behind(encode: Encode, prompt: str, text: str, limit: int, truncate: Truncate) -> tuple[list[int], int]:
+    return encode(prompt + text, limit, truncate)
 
 
 def attach_scores(module: Any, folder: CrossEncoderFolder) -> None:

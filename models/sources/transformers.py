@@ -37,7 +37,9 @@ from layertap.models.sources.build import (
 )
 from layertap.models.sources.checkpoints import find_weights, read_checkpoint, wrap_errors
 from layertap.models.sources.cross_encoder import attach_scores, read_cross_encoder
-from layertap.models.sources.sentence_head import LAYER, attach_head, read_sentence_folder
+from layertap.models.sources.sentence_folder import SentenceFolder, read_sentence_folder
+from layertap.models.sources.sentence_model import LAYER, TOKENS, FinalEmbedding, count_marks
+from layertap.models.sources.sentence_texts import describe_texts
 from layertap.models.sources.state_dict import (
     LoadReport,
     holds_values,
@@ -88,7 +90,9 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     logs.disable_progress_bar()
     folder, shown = Path(ident), escape(spec.shown_source)
     sentence = read_sentence_folder(folder, shown)
-    folder = sentence.transformer if sentence else folder
+    if sentence and sentence.tokenizing is None:
+        return _build_without_transformer(sentence, shown)
+    folder = sentence.tokenizing.path if sentence else folder
     if not (folder / "config.json").is_file():
         refuse_adapter(folder)
         raise LoadError(f"there is no directory with a config.json for {shown}", hint=DIRECTORY_HINT)
@@ -98,7 +102,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
             refuse_reserved_arguments(spec.args, RESERVED, shown)
             refuse_unknown_arguments(spec.args, [*config.to_dict(), LABELS], shown)
             config = library.AutoConfig.from_pretrained(str(folder), **{**spec.args, **LOCAL})
-        architecture = _find_architecture(library, config, encoder=sentence is not None)
+        architecture = _find_architecture(library, config, sentence)
     if getattr(config, "fusion_config", None):
         detail = f"config.json of {shown} asks for fused layers, which would be put into other models too"
         raise LoadError(detail, hint="take fusion_config out of it")
@@ -116,6 +120,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     # The settings that affect results and differ from the library's defaults.
     settings = {name: value for name, value in config.to_diff_dict().items() if name not in IRRELEVANT}
     described = json.dumps(settings, sort_keys=True, default=str)
+    all_layers = bool(getattr(config, "output_hidden_states", False))
     _set_plain_outputs(module)
     inputs, text, pictures, two_towers = read_inputs(library, module, folder, spec, sentence, shown)
     if spec.interpolate_pos_encoding:
@@ -126,7 +131,8 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     if any(each.name == MASK for each in inputs):
         _always_mask(library, module, text.inputs() if text else inputs)
     if sentence:
-        attach_head(module, sentence, shown)
+        vocabulary = text.vocabulary // count_marks() if text and sentence.has_marks else 0
+        sentence.attach(module, all_layers=all_layers, vocabulary=vocabulary)
         described += sentence.describe()
     elif text and not two_towers and (scores := read_cross_encoder(folder, config, shown)):
         attach_scores(module, scores)
@@ -146,10 +152,30 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         text=text,
         report=report,
         labels=None if is_numbered else Labels(labels, "config.json"),
-        embeddings=[(EmbeddingSpec(LAYER), SAVED, False)] if sentence else [],
+        embeddings=_choose_embedding(sentence) if sentence else [],
         two_towers=two_towers,
         outputs="multi_label_logits" if getattr(config, "problem_type", None) == MULTI_LABEL else None,
     )
+
+
+def _build_without_transformer(sentence: SentenceFolder, shown: str) -> BuiltModel:
+    """A folder whose modules read ids themselves."""
+    module, text = describe_texts(sentence, shown)
+    return BuiltModel(
+        module=module,
+        inputs=text.inputs(),
+        architecture=f"sentence-transformers:{'+'.join(type(part).__name__ for part in sentence.parts.values())}",
+        weights="as saved",
+        named=True,
+        settings=sentence.describe(),
+        text=text,
+        embeddings=_choose_embedding(sentence),
+    )
+
+
+def _choose_embedding(sentence: SentenceFolder) -> list[Choice]:
+    is_vector = isinstance(sentence.final, FinalEmbedding)
+    return [(EmbeddingSpec(LAYER) if is_vector else EmbeddingSpec(TOKENS, "none"), SAVED, False)]
 
 
 def _set_plain_outputs(module: Any) -> None:
@@ -263,20 +289,22 @@ def _list_different(module: Any, tensors: Mapping[str, Tensor]) -> list[str]:
     return wrong
 
 
-def _find_architecture(library: Any, config: Any, *, encoder: bool) -> Any:
+def _find_architecture(library: Any, config: Any, sentence: SentenceFolder | None) -> Any:
     """The class that wrote the directory if it is one of the library's own models, else AutoModel's.
 
-    For an ``encoder`` it is AutoModel's, unless the library has a class without the decoder (T5EncoderModel).
+    For a ``sentence`` folder it is AutoModel's, unless the library has a class without the decoder (T5EncoderModel), or
+    AutoModelForMaskedLM's.
     """
     name = next(iter(config.architectures or ()), None)
-    if encoder:
+    if sentence:
         name = type(config).__name__.replace("Config", "EncoderModel")
     found = getattr(library, name, None) if isinstance(name, str) and name.isidentifier() else None
-    if isinstance(found, type) and issubclass(found, library.PreTrainedModel):
+    masked = sentence is not None and sentence.is_masked
+    if isinstance(found, type) and issubclass(found, library.PreTrainedModel) and not masked:
         return found
     # AutoModel itself would search for adapters beside the weights, even if it is given tensors.
     return importlib.import_module("transformers.models.auto.auto_factory")._get_model_class(
-        config, library.MODEL_MAPPING
+        config, library.MODEL_FOR_MASKED_LM_MAPPING if masked else library.MODEL_MAPPING
     )
 
 

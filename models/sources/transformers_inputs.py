@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 import json
 from collections.abc import Container
@@ -22,7 +21,8 @@ from layertap.models.inputs.model_inputs import Encode, TextSpec
 from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing
 from layertap.models.inputs.presets import SIDE, choose_preprocessing, from_transformers
 from layertap.models.sources.checkpoints import wrap_errors
-from layertap.models.sources.sentence_head import SentenceFolder
+from layertap.models.sources.sentence_folder import SentenceFolder
+from layertap.models.sources.sentence_texts import complete_texts, encodes_itself, list_limits
 from layertap.models.sources.text_pairs import encode_pair
 from layertap.models.spec import ImageBackend, InputSpec, ModelSpec, Truncate
 
@@ -88,9 +88,9 @@ def _read_text_spec(
 ) -> TextSpec:
     """How a model takes texts; only ids without a directory that has a tokenizer, or if that needs token types.
 
-    A sentence-transformers folder's own limit and lowercasing apply; its texts are truncated to the tokenizer's limit
-    or the model's positions. If the tokenizer returns no mask, and its limit is the size of a position table, texts are
-    padded to it, as by SigLIP's processor.
+    A sentence-transformers folder has its own tokenizer; texts are truncated to its limit or the model's positions. If
+    the tokenizer returns no mask, and its limit is the size of a position table, texts are padded to it, as by SigLIP's
+    processor.
     """
     names, config = inspect.signature(module.forward).parameters, module.config.get_text_config()
     try:
@@ -108,7 +108,7 @@ def _read_text_spec(
         whole = _load_tokenizer(library, folder, shown, sentence) if folder is not None else None
         limit, pads = DEFAULT_MAX_TOKENS, [getattr(config, "pad_token_id", None)]
         if whole is not None:
-            limit = (sentence and sentence.max_tokens) or int(whole.model_max_length)
+            limit = max(int(whole.model_max_length), *(list_limits(sentence).values() if sentence else ()), 0)
             pads.insert(0, whole.pad_token_id)
         text = TextSpec(
             ids=IDS,
@@ -117,56 +117,56 @@ def _read_text_spec(
             pad=next((pad for pad in pads if isinstance(pad, int) and 0 <= pad < vocabulary), 0),
             vocabulary=vocabulary,
             pads=not any(getattr(part, "rope_type", None) == "longrope" for part in module.modules()),
-            limits=sentence.limits if sentence else {},
-            prompts=sentence.prompts if sentence else {},
-            default_prompt=sentence.default_prompt if sentence else "",
         )
         kinds = getattr(config, "type_vocab_size", None)
         if pairs and TYPES in names and kinds is not None and kinds > 1:
             text = replace(text, types=TYPES, kinds=kinds)
         if whole is None:
             return text
+        has_limit = hasattr(config, "max_position_embeddings") or text.max_tokens == limit
         if not whole.is_fast:
             settings = {name: value for name, value in whole.init_kwargs.items() if str(folder) not in str(value)}
             digest = _digest(repr((type(whole).__name__, sorted(settings.items()), whole.get_vocab())))
-            return replace(text, encode=partial(_encode_slowly, whole, Lock()), is_fast=False, digest=digest)
+            slow: Encode = partial(_encode_slowly, whole, Lock())
+            text = replace(text, encode=slow, is_fast=False, digest=digest)
+            return complete_texts(text, sentence, slow) if sentence else text
         # A copy: the library's wrapper sets truncation and padding at each call, which is not thread-safe.
         own = type(whole.backend_tokenizer).from_str(whole.backend_tokenizer.to_str())
         own.no_truncation()
         own.no_padding()
-        if sentence is not None and sentence.lowercase:
-            _lower(own)
         encode: Encode = partial(_encode, own)
         is_trained = any(getattr(each, "num_embeddings", 0) == text.max_tokens for each in tables)
-        if MASK not in whole.model_input_names and text.mask and is_trained:
+        if MASK not in whole.model_input_names and text.mask and is_trained and sentence is None:
             encode = partial(_encode_and_fill, own, whole.padding_side, whole.pad_token_id or 0)
         typed = TYPES in names and TYPES in whole.model_input_names
         single = whole("a")["input_ids"].count(whole.sep_token_id)
         has_pairs = single and TYPES in names and any(whole("a", "a").get(TYPES, ()))
-        has_limit = hasattr(config, "max_position_embeddings") or text.max_tokens == limit
-        return replace(
+        text = replace(
             text,
             encode=encode,
             # GPT-2 would take types, and has no table of its own for them.
             encode_pair=partial(encode_pair, own, typed) if pairs and (kinds is not None or not typed) else None,
-            digest=_digest(own.to_str()),
+            digest=_digest(own.to_str() + (str(whole.chat_template) if sentence else "")),
+            is_fast=sentence is None or not encodes_itself(sentence),
             truncate=SIDES[whole.truncation_side] if sentence is not None and has_limit else "none",
             side=SIDES[whole.truncation_side],
             separators=(whole.sep_token_id, single) if has_pairs else None,
         )
+        return complete_texts(text, sentence, encode) if sentence else text
 
 
 def _load_tokenizer(library: Any, folder: Path, shown: str, sentence: SentenceFolder | None) -> Any | None:
     """The library's tokenizer of a directory; None if there is none that can be used, LoadError for a broken one."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
-    whole = library.AutoTokenizer.from_pretrained(str(folder), **LOCAL)
+    tokenizing = sentence.tokenizing.tokenizer if sentence else None
+    whole = tokenizing or library.AutoTokenizer.from_pretrained(str(folder), **LOCAL)
     if whole.vocab_size <= len(whole.all_special_tokens) + 1:  # the last may be a mark of spaces
         detail = f"the tokenizer of {shown} knows {whole.vocab_size} ids, and no word: its vocabulary is missing"
         files = " or ".join(sorted(whole.vocab_files_names.values()))
         raise LoadError(detail, hint=f"put {files} into the folder, as save_pretrained wrote it")
     needs_types = any(whole("a").get(TYPES, ()))  # they are not supported; requests can send ids
-    return None if needs_types or (sentence is not None and not whole.is_fast) else whole
+    return None if needs_types else whole
 
 
 def _digest(text: str) -> str:
@@ -196,15 +196,6 @@ def _encode_slowly(whole: Any, lock: Lock, text: str, limit: int, truncate: Trun
             return ids, 0
         whole.truncation_side = "left" if truncate == "start" else "right"
         return whole(text, truncation=True, max_length=limit)["input_ids"], excess
-
-
-def _lower(tokenizer: Any) -> None:
-    """Let a tokenizer lowercase texts before all other steps, unless it does already."""
-    normalizers = importlib.import_module("tokenizers.normalizers")
-    own = tokenizer.normalizer
-    steps = [] if own is None else list(own) if isinstance(own, normalizers.Sequence) else [own]
-    if not any(isinstance(step, normalizers.Lowercase) for step in steps):
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
 
 
 def _find_modality(module: Any, names: Container[str]) -> Modality:

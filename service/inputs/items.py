@@ -42,12 +42,12 @@ class ArraysItem:
 class TextItem:
     """A text to tokenize, or two together; ``truncate``: how to cut a long one, None: as the model's folder says.
 
-    ``limit``: tokens, if fewer than the model's. ``pair``: the second text.
+    ``prompt``: the name of one of the model's prompts; None: its default one. ``pair``: the second text.
     """
 
     text: str = field(repr=False)
     truncate: Truncate | None = None
-    limit: int | None = None
+    prompt: str | None = None
     pair: str | None = field(default=None, repr=False)
 
     @classmethod

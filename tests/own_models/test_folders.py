@@ -242,7 +242,7 @@ def spoil(folder: Path, case: str) -> None:
         ("vocabulary", "vocab.txt"),
         ("bitsandbytes", "4-bit"),
         ("scales", "scale_inv"),
-        ("message", "chat template"),
+        ("message", "tokenizer"),
     ],
 )
 def test_refused(tmp_path: Path, case: str, named: str) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from sentence_transformers import SentenceTransformer
 
 from layertap.models.spec import ModelSpec
-from tests.sentence_folders import LAYOUTS, LIMIT, OLDER, save
+from tests.marks import slow_but
+from tests.sentence_folders import LIMIT, OLDER, SEVERAL, SPARSE, VECTORS, get_library, save
 from tests.server import Live
 from tests.service.bulk.conftest import read
 from tests.service.cli.commands import Command
@@ -21,33 +22,44 @@ from tests.service.conftest import Serve
 from tests.service.support import Array, arrays_of, configured, problem
 
 SENTENCES = ["a cat sat on the mat", "the DOG", "", "a red dog and a cat saw the cat on the mat and the dog sat"]
-ALL = (*LAYOUTS, *OLDER)
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ALL if name != "prompts"]
+ALL = (*VECTORS, *SPARSE, *SEVERAL, *OLDER)
+QUICK = ("prompts", "without_prompt", "chat", "static", "recurrent", "ways", "late_least")
 
 
 @dataclass(frozen=True)
 class Folders:
-    """A server of all layouts, and the folders that the library loads itself."""
+    """A server of all folders, which the library loads itself."""
 
     live: Live
     folder: Path
+    libraries: dict[str, Any] = field(default_factory=dict)
 
-    def prepare(self, name: str) -> None:
-        """Write a folder, for its first test."""
-        if not (self.folder / name).exists():
+    def get_library(self, name: str) -> Any:
+        """The library's model; its folder is written for its first test."""
+        if name not in self.libraries:
             save(name, self.folder / name)
+            kind = get_library(name)
+            self.libraries[name] = kind(str(self.folder / name), device="cpu", local_files_only=True)
+        return self.libraries[name]
 
-    def encode(self, name: str, **options: object) -> Array:
-        library = SentenceTransformer(str(self.folder / name), device="cpu", local_files_only=True)
-        return library.encode(SENTENCES, **options)  # type: ignore[call-overload]
+    def encode(self, name: str, prompt: str | None = None, **options: object) -> list[Array]:
+        """Each text by itself: of some models the library's vectors depend on the batch."""
+        library = self.get_library(name)
+        encode = getattr(library, f"encode_{prompt}" if prompt else "encode")
+        found = [encode(text, **options) for text in SENTENCES]
+        return [np.asarray(each.to_dense() if hasattr(each, "to_dense") else each) for each in found]
 
-    def extract(self, name: str, **fields: object) -> Array:
+    def extract(self, name: str, **fields: object) -> list[Array]:
+        """What the server gives for each text, without tokens that do not count."""
+        self.get_library(name)
         body = {"model": name, "inputs": [{"text": text} for text in SENTENCES], **fields}
         (found,) = arrays_of(self.live.client.post("/extract", json=body)).values()
-        return found
+        return [each[np.abs(each).sum(-1) > 0] for each in found] if name in SEVERAL else list(found)
 
     def embed(self, model: str, **fields: object) -> Array:
-        reply = self.live.client.post("/v1/embeddings", json={"model": model, "input": SENTENCES, **fields})
+        """The vectors of the other dialect, for texts that have some in every model."""
+        body = {"model": model, "input": SENTENCES[::3], **fields}
+        reply = self.live.client.post("/v1/embeddings", json=body)
         assert reply.status_code == 200, reply.text
         return np.array([each["embedding"] for each in reply.json()["data"]])
 
@@ -60,32 +72,44 @@ def folders(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield Folders(live, folder)
 
 
-@pytest.mark.parametrize("name", ["prompts", *SLOW])
-def test_as_the_library(folders: Folders, command: Command, tmp_path: Path, name: str) -> None:
-    """Short, long and empty texts, beside each other: what ``encode`` gives, and of length 1 in the other dialect."""
-    folders.prepare(name)
-    expected = folders.encode(name)
-    np.testing.assert_allclose(folders.extract(name), expected, atol=1e-5)
-    np.testing.assert_allclose(folders.embed(name), folders.encode(name, normalize_embeddings=True), atol=1e-5)
-    if name == "several":
-        lines = [json.dumps({"id": f"d{number}", "text": text}) for number, text in enumerate(SENTENCES)]
-        source, out = tmp_path / "texts.jsonl", tmp_path / "out.parquet"
-        source.write_text("\n".join([*lines, '{"id": "d4"}', ""]), encoding="utf-8")
-        words = ("--column", "text", "--out", out, "--model", name, "--url", folders.live.url)
-        done = command("bulk", source, *words)
-        assert (done.status, "4: has no picture or text" in done.notes) == (0, True), done.notes
-        np.testing.assert_allclose(np.array(read(out)["sentence_embedding"][:4]), expected, atol=1e-5)
+def close(found: list[Array], expected: list[Array]) -> None:
+    """Each text has its vector, or its vectors."""
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, ALL))
+def test_as_the_library(folders: Folders, name: str) -> None:
+    """Short, long and empty texts, beside each other: what ``encode``, and those of queries and documents, give."""
+    for prompt in (None, "query", "document"):
+        close(folders.extract(name, **{"prompt": prompt} if prompt else {}), folders.encode(name, prompt))
     body = folders.live.client.get(f"/models/{name}").json()
-    assert (body["embedding"], body["text"]["max_tokens"]) == ("sentence_embedding", LIMIT)
+    assert body["embedding"] == ("token_embeddings" if name in SEVERAL else "sentence_embedding")
     assert "modules.json" in body["embedding_choice"]["reason"]
+
+
+@pytest.mark.parametrize("name", slow_but(["prompts"], [*VECTORS, *OLDER]))
+def test_other_dialect(folders: Folders, name: str) -> None:
+    """In the dialect of OpenAI vectors have length 1."""
+    expected = folders.encode(name, normalize_embeddings=True)
+    np.testing.assert_allclose(folders.embed(name), np.stack(expected[::3]), atol=2e-6)
+
+
+def test_bulk(folders: Folders, command: Command, tmp_path: Path) -> None:
+    """A file of texts, one of which is missing."""
+    expected = folders.encode("several")
+    lines = [json.dumps({"id": f"d{number}", "text": text}) for number, text in enumerate(SENTENCES)]
+    source, out = tmp_path / "texts.jsonl", tmp_path / "out.parquet"
+    source.write_text("\n".join([*lines, '{"id": "d4"}', ""]), encoding="utf-8")
+    words = ("--column", "text", "--out", out, "--model", "several", "--url", folders.live.url)
+    done = command("bulk", source, *words)
+    assert (done.status, "4: has no picture or text" in done.notes) == (0, True), done.notes
+    np.testing.assert_allclose(np.array(read(out)["sentence_embedding"][:4]), np.stack(expected), atol=1e-5)
 
 
 def test_prompts(folders: Folders) -> None:
     """A prompt is put in front by its name; another than the default is another fingerprint."""
-    folders.prepare("prompts")
-    np.testing.assert_allclose(
-        folders.extract("prompts", prompt="document"), folders.encode("prompts", prompt_name="document"), atol=1e-5
-    )
+    close(folders.extract("prompts", prompt="document"), folders.encode("prompts", prompt_name="document"))
     np.testing.assert_allclose(folders.embed("prompts", prompt="query"), folders.embed("prompts"), atol=1e-6)
     text = {"model": "prompts", "inputs": [{"text": "a cat"}]}
 
@@ -97,13 +121,13 @@ def test_prompts(folders: Folders) -> None:
     refused = problem(ask(prompt="sources"), 422)
     assert (refused["errors"][0]["pointer"], refused["errors"][0]["hint"]) == (
         "/prompt",
-        "name one of 'document', 'query'",
+        "name one of 'query', 'document'",
     )
 
 
 def test_cut(folders: Folders) -> None:
     """A text that was cut is named in a warning, a shorter one is not; with ``truncate`` none it is refused."""
-    folders.prepare("prompts")
+    folders.get_library("prompts")
     for text, warned in ((SENTENCES[3], True), ("a cat", False)):
         body = {"model": "prompts", "inputs": [{"text": text}]}
         reply = folders.live.client.post("/extract", json=body)

@@ -296,13 +296,14 @@ def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[Sequence[in
             f"the text has {size} characters, the limit is {most}",
             hint=f"send it in several inputs{CUT_HINT if may_cut else ''}",
         )
-    limit = min(item.limit or text.max_tokens, text.max_tokens)
     types = None
     try:
         if item.pair is None or text.encode_pair is None:
-            tokens, cut = text.encode(item.text, limit, truncate)
+            encode = text.encode if item.prompt is None else text.encoders[item.prompt]
+            tokens, cut = encode(item.text, text.max_tokens, truncate)
         else:
-            tokens, types, cut = text.encode_pair(item.text, item.pair, limit, truncate)
+            prompt = text.default_prompt if item.prompt is None else text.prompts[item.prompt]
+            tokens, types, cut = text.encode_pair(prompt + item.text, item.pair, text.max_tokens, truncate)
     except Exception as error:  # third-party tokenizers raise for lone surrogates, for example
         raise InputError(f"the text can't be tokenized ({type(error).__name__})") from error
     if not tokens:

@@ -350,15 +350,12 @@ def _names_unseen_calls(request: ExtractRequest, catalog: Catalog) -> bool:
 
 
 def complete_texts(request: ExtractRequest, sent: SentInputs, model: ModelInfo) -> SentInputs:
-    """The inputs with the request's prompt, or the model's default, before each text, and how to cut it."""
-    text = model.model_inputs.text
-    if text is None:
-        return sent
-    prompt, limit = find_prompt(request, model), text.limits.get(request.prompt or "")
-    if not prompt and request.truncate is None and limit is None:
+    """The inputs with the name of the request's prompt and how to cut each text; RequestError for an unknown prompt."""
+    find_prompt(request, model)
+    if model.model_inputs.text is None or (request.prompt is None and request.truncate is None):
         return sent
     completed = {  # a shared item stays shared
-        id(item): replace(item, text=prompt + item.text, truncate=request.truncate, limit=limit)
+        id(item): replace(item, truncate=request.truncate, prompt=request.prompt)
         if isinstance(item, TextItem)
         else item
         for _, item in sent.items
@@ -397,8 +394,9 @@ def _identify(planned: PlannedRequest) -> str:
     """The model's part of the fingerprints of rows of a shape."""
     model, tower, shapes = planned.handle.model, planned.tower, planned.shapes
     identity, prompt = model.identity, find_prompt(planned.request, model)
-    if model.text and prompt != model.text.default_prompt:
-        identity = fingerprint.digest_variant(identity, "prompt", prompt)
+    effect = model.text.effects.get(planned.request.prompt or "", "") if model.text else ""
+    if model.text and (effect or prompt != model.text.default_prompt):
+        identity = fingerprint.digest_variant(identity, "prompt", prompt, *filter(None, [effect]))
     reshaped = shapes if is_reshaped(tower, shapes) else None
     return fingerprint.digest_rows(identity, planned.preprocessed, reshaped, tower.tower)
 

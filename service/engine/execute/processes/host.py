@@ -164,15 +164,15 @@ def _describe(model: LoadedModel) -> ModelInfo:
     if isinstance(inputs.preprocess, LibraryProcessor):
         inputs = replace(inputs, preprocess=replace(inputs.preprocess, run=refuse_here))
     if text is not None and text.encode is not None and not _is_light(text):
-        text = replace(text, encode=refuse_here, encode_pair=refuse_here if text.encode_pair else None)
-        inputs = replace(inputs, text=text)
+        refused = refuse_here if text.encode_pair else None
+        inputs = replace(inputs, text=replace(text, encode=refuse_here, encode_pair=refused, encoders={}))
     return model.describe(model_inputs=inputs, process_bytes=measure_private_bytes())
 
 
 def _is_light(text: TextSpec) -> bool:
     """Whether the server may have a copy of the tokenizer: it is quick, and its copy made in a few milliseconds."""
     with suppress(Exception):  # some can't be pickled
-        return text.is_fast and len(pickle.dumps((text.encode, text.encode_pair))) <= MAX_TOKENIZER_BYTES
+        return text.is_fast and len(pickle.dumps((text.encode, text.encode_pair, text.encoders))) <= MAX_TOKENIZER_BYTES
     return False
 
 

@@ -1,0 +1,89 @@
+"""Folders of sentence-transformers that are refused, with what of them by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layertap.models.errors import LoadError
+from layertap.models.sources.build import build_model
+from layertap.models.spec import ModelSpec
+from tests.sentence_folders import save
+
+ST = "sentence_transformers.models."
+NEWER = "config_sentence_transformers"
+
+
+def change(folder: Path, name: str, change: Any) -> None:
+    """Write a file anew, with some of its entries changed; the path of the modules' list is one of them."""
+    path = folder / name
+    old = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(change(old) if callable(change) else {**old, **change}))
+
+
+def replace_kind(number: int, kind: str) -> Callable[[list[Any]], list[Any]]:
+    """The modules of a folder with another kind of one of them."""
+    return lambda entries: [each | ({"type": kind} if place == number else {}) for place, each in enumerate(entries)]
+
+
+REFUSED: dict[str, tuple[str, Any]] = {
+    "own.Dense": ("modules.json", replace_kind(2, "own.Dense")),
+    "pylate.models.Dense": ("modules.json", replace_kind(2, "pylate.models.Dense.Dense")),
+    "'sentence_transformers.util.Pooled'": ("modules.json", replace_kind(2, "sentence_transformers.util.Pooled")),
+    "HierarchicalTokenPooling": ("modules.json", replace_kind(2, f"{ST}HierarchicalTokenPooling")),
+    "has no Pooling": ("modules.json", lambda entries: entries[:1]),
+    "has no modules": ("modules.json", lambda entries: []),
+    "Normalize": ("modules.json", replace_kind(0, f"{ST}Normalize")),
+    "outside": ("modules.json", lambda entries: [each | {"path": "../outside"} for each in entries]),
+    "model_args": ("sentence_bert_config.json", {"model_args": {"rotary": 2}}),
+    "'vocab_file' in tokenizer_args": ("sentence_bert_config.json", {"tokenizer_args": {"vocab_file": "/etc/passwd"}}),
+    "processing_kwargs": ("sentence_bert_config.json", {"processing_kwargs": {"text": {"max_length": 3}}}),
+    "something else": ("sentence_bert_config.json", {"transformer_task": "text-generation"}),
+    "is a 'CrossEncoder'": (f"{NEWER}.json", {"model_type": "CrossEncoder"}),  # scores made of tokens' logits
+    "is a 'Other'": (f"{NEWER}.json", {"model_type": "Other"}),
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_refused(tmp_path: Path, named: str) -> None:
+    """What is not built here is refused, by its name, with what to do."""
+    save("older", tmp_path)
+    change(tmp_path, *REFUSED[named])
+    with pytest.raises(LoadError) as caught:
+        build_model(_spec(tmp_path))
+    assert named in caught.value.detail or named == "outside"
+    assert "modules.json" in f"{caught.value.detail} {caught.value.hint}" or "first module" in caught.value.hint
+
+
+def _spec(folder: Path) -> ModelSpec:
+    return ModelSpec("m", f"transformers:{folder}", device="cpu")
+
+
+DENSE = {"in_features": 32, "out_features": 4}
+ACTIVATION = "torch.nn.modules.activation."
+BROKEN: dict[str, tuple[str, Any]] = {
+    "no in_features": ("1_Dense/config.json", {"out_features": 4}),
+    "Threshold": ("1_Dense/config.json", {**DENSE, "activation_function": f"{ACTIVATION}Threshold"}),
+    "a list": ("1_Pooling/config.json", [1]),
+    "prompts": (f"{NEWER}.json", {"prompts": ["query"]}),
+    "cut": ("1_Dense/config.json", None),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken(tmp_path: Path, case: str) -> None:
+    """A file of the folder that can't be as the library wrote it is a reason that names it."""
+    save("older", tmp_path)
+    entries = json.loads((tmp_path / "modules.json").read_text())
+    entries[2] |= {"path": "1_Dense", "type": f"{ST}Dense"}
+    (tmp_path / "modules.json").write_text(json.dumps(entries))
+    (tmp_path / "1_Dense").mkdir()
+    name, value = BROKEN[case]
+    (tmp_path / name).write_text("{" if value is None else json.dumps(value))
+    with pytest.raises(LoadError) as caught:
+        build_model(_spec(tmp_path))
+    assert name in caught.value.detail
