@@ -103,7 +103,7 @@ def test_bulk(folders: Folders, command: Command, tmp_path: Path) -> None:
     source.write_text("\n".join([*lines, '{"id": "d4"}', ""]), encoding="utf-8")
     words = ("--column", "text", "--out", out, "--model", "several", "--url", folders.live.url)
     done = command("bulk", source, *words)
-    assert (done.status, "4: has no picture or text" in done.notes) == (0, True), done.notes
+    assert (done.status, "4: has no field 'text'" in done.notes) == (0, True), done.notes
     np.testing.assert_allclose(np.array(read(out)["sentence_embedding"][:4]), np.stack(expected), atol=1e-5)
 
 
