@@ -77,9 +77,10 @@ class Job:
             return cls(question, source, out, None, REDUCED, columns, names)
         if out.suffix != ".parquet":
             return cls(question, source, out, None, layout or "parquet", columns, names)
-        if layout not in (None, "parquet"):
+        if layout == "safetensors":
             raise LayertapError(f"{layout} is for a folder", hint=f"write --out {out.with_suffix('')}")
-        return cls(question, source, out.with_name(out.name + PARTS), out, "parquet", columns, names)
+        parts = out.with_name(out.name + PARTS)
+        return cls(question, source, parts, out, layout or "parquet", columns, names)
 
     def describe(self) -> dict[str, Any]:
         """The job as plain data."""

@@ -46,13 +46,36 @@ class Question:
         return {**asdict(self), "layers": list(self.layers), "reduce": list(self.reduce)}
 
 
+LONG_TEXT = 512  # tokens: most models take no more
+
+
 @dataclass(frozen=True)
 class Column:
-    """The shape and dtype of a result for one input, and the name of its column in files."""
+    """The shape and dtype of a result for one input, and the name of its column in files.
+
+    ``by_token``: the shape is that of one token; results are arrays of objects, one (tokens, …) for each text.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     name: str
+    by_token: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result for one input, of a long text if it has a row for each token."""
+        return prod(self.shape) * np.dtype(self.dtype).itemsize * (LONG_TEXT if self.by_token else 1)
+
+    def make_empty(self) -> Array:
+        """The results for no inputs."""
+        return np.empty(0, object) if self.by_token else np.zeros((0, *self.shape), self.dtype)
+
+    def fits(self, found: Array) -> bool:
+        """Whether results are of this shape and dtype."""
+        rows = found if found.dtype == object else [found]
+        return (found.dtype == object) == self.by_token and all(
+            (row.shape[1:], row.dtype.name) == (self.shape, self.dtype) for row in rows
+        )
 
 
 @dataclass(frozen=True)
@@ -74,7 +97,8 @@ class Outline:
             if len(array) != 1:
                 detail = f"{name} has {len(array)} rows for each input: windows are folded into the batch there"
                 raise RequestError(detail, hint="name another layer, such as the block that it is in")
-            columns[name] = Column(array.shape[1:], array.dtype.name, name)
+            by_token = _is_by_token(receipts[name])
+            columns[name] = Column(array.shape[1 + by_token :], array.dtype.name, name, by_token)
         return cls(model, fingerprint, columns, receipts)
 
     def rename(self, names: Sequence[str]) -> Outline:
@@ -98,7 +122,7 @@ class Outline:
     @property
     def row_bytes(self) -> int:
         """Bytes of all results for one input."""
-        return sum(prod(column.shape) * np.dtype(column.dtype).itemsize for column in self.columns.values())
+        return sum(column.nbytes for column in self.columns.values())
 
     def find_misfit(self, arrays: Mapping[str, Array]) -> str:
         """Why results do not fit the columns: other names or shapes; empty if they fit."""
@@ -106,7 +130,7 @@ class Outline:
             found, wanted = arrays.get(name), self.columns.get(name)
             if found is None or wanted is None:
                 return f"it has {'no' if found is None else 'another'} result {name}"
-            if (found.shape[1:], found.dtype.name) != (wanted.shape, wanted.dtype):
+            if not wanted.fits(found):
                 return f"its result {name} has the shape {list(found.shape[1:])}, those of others {list(wanted.shape)}"
         return ""
 
@@ -121,6 +145,21 @@ class Answer:
     fingerprint: str
     arrays: Mapping[str, Array]
     errors: Mapping[int, str]
+
+    @classmethod
+    def of(
+        cls,
+        fingerprint: str,
+        arrays: Mapping[str, Array],
+        receipts: Mapping[str, Any],
+        faults: Iterable[Fault | ClientFault],
+    ) -> Answer:
+        """From features: texts without the padding behind their tokens."""
+        cut = {
+            name: _cut_texts(array, receipts[name]["token_counts"]) if _is_by_token(receipts[name]) else array
+            for name, array in arrays.items()
+        }
+        return cls(fingerprint, cut, list_reasons(faults))
 
 
 @dataclass(frozen=True)
@@ -137,7 +176,8 @@ class Rows:
     @property
     def nbytes(self) -> int:
         """Bytes of the results, and of what is kept of the source."""
-        return sum(each.nbytes for each in (*self.arrays.values(), *self.kept))
+        arrays = (each for array in self.arrays.values() for each in (array if array.dtype == object else [array]))
+        return sum(each.nbytes for each in (*arrays, *self.kept))
 
 
 @dataclass(frozen=True)
@@ -196,12 +236,23 @@ def make_rows(entries: Sequence[Entry], answer: Answer, outline: Outline, indice
     for name, array in answer.arrays.items():
         if len(array) != good:  # whatever the answer, rows must never be assigned to other pictures
             raise LayertapError(f"{name} has {len(array)} rows for {good} inputs", hint="name another layer")
-    arrays = answer.arrays or {
-        name: np.zeros((0, *column.shape), column.dtype) for name, column in outline.columns.items()
-    }
+    arrays = answer.arrays or {name: column.make_empty() for name, column in outline.columns.items()}
     keys, digests = [entry.key for entry in entries], [entry.digest for entry in entries]
     kept = [entry.kept for entry in entries if entry.kept is not None]
     return Rows(keys, digests, errors, answer.fingerprint, arrays, kept)
+
+
+def _is_by_token(receipt: Mapping[str, Any]) -> bool:
+    """Whether a result has a row for each token of a text, of which each has its own number."""
+    kept = receipt["pool"] == "none" and not (receipt.get("tokens") or receipt.get("stats"))
+    return kept and bool(receipt.get("token_counts")) and str(receipt.get("layout"))[1:2] == "T"
+
+
+def _cut_texts(array: Array, counts: Sequence[int]) -> Array:
+    """The rows of (N, T, …) as an array of objects, each with its own tokens, which come first."""
+    rows = np.empty(len(array), object)
+    rows[:] = [np.ascontiguousarray(row[:count]) for row, count in zip(array, counts, strict=True)]
+    return rows
 
 
 def join_answers(first: Answer, second: Answer, middle: int) -> Answer:

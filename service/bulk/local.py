@@ -55,7 +55,8 @@ class LocalExtractor(Extractor):
             if not error.faults or any(fault.input is None for fault in error.faults):
                 raise
             return Answer("", {}, list_reasons(error.faults))
-        return Answer(features.fingerprint, features.arrays, list_reasons(features.errors))
+        receipts = describe_receipts(features)
+        return Answer.of(features.fingerprint, features.arrays, receipts, features.errors)
 
     async def close(self) -> None:
         """Close the engine."""

@@ -14,11 +14,12 @@ from safetensors.numpy import load_file, save
 
 from layertap.models.errors import LayertapError, escape
 from layertap.service.bulk.arrow import import_parquet, summarize
-from layertap.service.bulk.job import Outline, Rows
+from layertap.service.bulk.job import Column, Outline, Rows
 from layertap.service.bulk.manifest import OTHERWISE, replace_file
 from layertap.service.bulk.reductions import Reducer
 from layertap.service.bulk.sources import Entry
 from layertap.service.features import Array
+from layertap.service.formats.sparse import SparseRows
 
 REDUCED = "reductions"  # a layout
 PART = "part-{start:012d}"
@@ -105,13 +106,22 @@ class PartWriter:
         return pa.table(columns, metadata={})
 
     def _make_vector_columns(self, shard: str, good: Any) -> dict[str, Any]:
-        return {key: _make_vectors(array, good) for key, array in self._concat_arrays().items()}
+        arrays = self._concat_arrays()
+        return {
+            column.name: _make_lists(arrays[column.name], good, column)
+            if column.by_token
+            else _make_vectors(arrays[column.name], good)
+            for column in self.outline.columns.values()
+        }
+
+    def _make_sparse_columns(self, shard: str, good: Any) -> dict[str, Any]:
+        return {name: _make_sparse(name, array, good) for name, array in self._concat_arrays().items()}
 
     def _write_shard(self, shard: str, good: Any) -> dict[str, Any]:
         import pyarrow as pa
 
         with replace_file(self.folder / shard) as temporary:
-            temporary.write_bytes(save(self._concat_arrays()))
+            temporary.write_bytes(save(_join_texts(self._concat_arrays(), self.outline)))
         return {
             "shard": pa.array([shard if each else None for each in good], pa.string()),
             "row": pa.array(np.cumsum(good) - 1, pa.int64(), mask=~good),
@@ -133,6 +143,7 @@ class PartWriter:
 
 WRITERS: dict[str, Callable[[PartWriter, str, Any], dict[str, Any]]] = {
     "parquet": PartWriter._make_vector_columns,
+    "sparse": PartWriter._make_sparse_columns,
     "safetensors": PartWriter._write_shard,
     REDUCED: PartWriter._write_state,
 }
@@ -148,6 +159,42 @@ def _make_vectors(array: Array, good: Any) -> Any:
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), width, mask=pa.array(~good))
 
 
+def _make_lists(array: Array, good: Any, column: Column) -> Any:
+    """Lists of fixed-size lists, one for each token of a text; null for rows with an error."""
+    import pyarrow as pa
+
+    width = column.shape[0]
+    starts, tokens = _join_tokens(array, column)
+    values = pa.FixedSizeListArray.from_arrays(pa.array(tokens.reshape(-1)), width)
+    offsets = starts[np.concatenate([[0], np.cumsum(good)])]
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, mask=pa.array(~good))
+
+
+def _make_sparse(name: str, array: Array, good: Any) -> Any:
+    """Structures of ``indices`` and ``values``, null for rows with an error."""
+    import pyarrow as pa
+
+    rows = SparseRows.from_array(name, array)
+    offsets = pa.array(rows.starts[np.concatenate([[0], np.cumsum(good)])], pa.int32())
+    lists = [pa.ListArray.from_arrays(offsets, pa.array(each)) for each in (rows.indices, rows.values)]
+    return pa.StructArray.from_arrays(lists, ["indices", "values"], mask=pa.array(~good))
+
+
+def _join_texts(arrays: Mapping[str, Array], outline: Outline) -> dict[str, Array]:
+    """Arrays for a file: the tokens of all texts are one, and ``NAME.starts`` says where each text begins and ends."""
+    joined = dict(arrays)
+    for column in outline.columns.values():
+        if column.by_token:
+            joined[f"{column.name}.starts"], joined[column.name] = _join_tokens(arrays[column.name], column)
+    return joined
+
+
+def _join_tokens(array: Array, column: Column) -> tuple[Array, Array]:
+    """Where each text begins and ends, int64 (texts + 1,), and all tokens, (tokens, …)."""
+    starts = np.cumsum([0, *map(len, array)], dtype=np.int64)
+    return starts, np.concatenate([np.zeros((0, *column.shape), column.dtype), *array])
+
+
 def check_columns(outline: Outline, layout: str, kept: Iterable[str]) -> None:
     """LayertapError if results, and what is kept of the source, do not fit a table."""
     results = [] if layout == REDUCED else [column.name for column in outline.columns.values()]
@@ -158,9 +205,10 @@ def check_columns(outline: Outline, layout: str, kept: Iterable[str]) -> None:
             raise LayertapError(detail, hint="call results otherwise with --as, or leave the column out of --keep")
         taken.add(name)
     for name, column in outline.columns.items():
-        if layout == "parquet" and len(column.shape) != 1:
+        if layout in ("parquet", "sparse") and (len(column.shape) != 1 or (layout == "sparse" and column.by_token)):
+            shape = [*(["tokens"] if column.by_token else []), *column.shape]
             raise LayertapError(
-                f"{name} is {list(column.shape)} for each input, and no vector",
+                f"{name} is {shape} for each input, and no vector",
                 hint="add --pool mean, or --out a folder and --format safetensors",
             )
 

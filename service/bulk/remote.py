@@ -88,7 +88,7 @@ class RemoteExtractor(Extractor):
         except lt.LayertapError as error:
             raise convert_error(error, self._url, LATER) from error
         self._waiting = False
-        return Answer(result.fingerprint, result.arrays, list_reasons(result.errors))
+        return Answer.of(result.fingerprint, result.arrays, result.receipts, result.errors)
 
     async def close(self) -> None:
         """Close all connections."""

@@ -36,8 +36,8 @@ def bulk(
     pool: Annotated[Pool | None, typer.Option(help="What makes a vector of each input.")] = None,
     normalize: Annotated[bool, typer.Option(help="L2 over the last axis of pooled results.")] = False,
     layout: Annotated[
-        Literal["parquet", "safetensors"] | None,
-        typer.Option("--format", help="Of a folder: vectors as Parquet, or arrays as safetensors."),
+        Literal["parquet", "sparse", "safetensors"] | None,
+        typer.Option("--format", help="Vectors as Parquet, sparse ones without their zeros; in a folder also arrays."),
     ] = None,
     column: Annotated[
         str | None, typer.Option(help="Of a .parquet or .jsonl source: where the pictures or texts are.")

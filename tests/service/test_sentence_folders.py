@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file
 
 from layertap.models.spec import ModelSpec
 from tests.marks import slow_but
@@ -105,6 +107,54 @@ def test_bulk(folders: Folders, command: Command, tmp_path: Path) -> None:
     done = command("bulk", source, *words)
     assert (done.status, "4: has no field 'text'" in done.notes) == (0, True), done.notes
     np.testing.assert_allclose(np.array(read(out)["sentence_embedding"][:4]), np.stack(expected), atol=1e-5)
+
+
+def run_bulk(folders: Folders, command: Command, out: Path, model: str, *words: str) -> Any:
+    source = out.parent / "texts.jsonl"
+    lines = [json.dumps({"text": text} if text else {"id": "no text"}) for text in SENTENCES]
+    source.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    folders.get_library(model)
+    done = command(
+        "bulk", source, "--column", "text", "--out", out, "--model", model, "--url", folders.live.url, *words
+    )
+    assert done.status == 0, done.notes
+    return read(out) if out.is_file() else None
+
+
+def test_bulk_of_several_vectors(folders: Folders, command: Command, tmp_path: Path) -> None:
+    """A list of vectors for each text, as Qdrant and LanceDB take them; none for a line without one."""
+    table = run_bulk(folders, command, tmp_path / "out.parquet", "late_least")
+    lists = table["token_embeddings"]
+    assert lists[2] is None
+    found = [np.array(lists[number]) for number in (0, 1, 3)]
+    expected = folders.encode("late_least")
+    close([each[np.abs(each).sum(-1) > 0] for each in found], [expected[number] for number in (0, 1, 3)])
+
+
+def test_bulk_of_tokens(folders: Folders, command: Command, tmp_path: Path) -> None:
+    """A layer's tokens in a file of arrays, each text's behind those before it, without padding."""
+    run_bulk(folders, command, tmp_path / "out", "several", "--layers", "encoder.layer.0", "--format", "safetensors")
+    arrays = {key: each for path in (tmp_path / "out").glob("*.safetensors") for key, each in load_file(path).items()}
+    library = folders.get_library("several")[0].auto_model
+    starts = arrays["encoder.layer.0.starts"]
+    for place, text in enumerate((SENTENCES[0], SENTENCES[1], SENTENCES[3])):
+        given = folders.get_library("several").preprocess([text])
+        given = {name: given[name] for name in ("input_ids", "attention_mask")}
+        with torch.no_grad():
+            expected = library(**given, output_hidden_states=True).hidden_states[1][0]
+        found = arrays["encoder.layer.0"][starts[place] : starts[place + 1]]
+        np.testing.assert_allclose(found, expected.numpy(), atol=2e-6)
+
+
+def test_bulk_of_sparse_vectors(folders: Folders, command: Command, tmp_path: Path) -> None:
+    """Indices and values of what is not 0."""
+    table = run_bulk(folders, command, tmp_path / "out.parquet", "splade", "--format", "sparse")
+    found = table["sentence_embedding"]
+    assert found[2] is None
+    expected = folders.encode("splade")
+    for number in (0, 1, 3):
+        assert found[number]["indices"] == expected[number].nonzero()[0].tolist()
+        np.testing.assert_allclose(found[number]["values"], expected[number][found[number]["indices"]], atol=2e-6)
 
 
 def test_prompts(folders: Folders) -> None:
