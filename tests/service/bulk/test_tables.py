@@ -122,14 +122,6 @@ def test_lines_that_are_none(command: Command, bert: tuple[str, ...], tmp_path: 
     assert (done.status, "has no field 'text'" in done.notes) == (2, True)
 
 
-def test_raw_tokens_of_no_text(command: Command, bert: tuple[str, ...], tmp_path: Path) -> None:
-    """Texts of several lengths, none of which fits an array of tokens: every row has a reason, and the status is 2."""
-    source = write_lines(tmp_path / "t.jsonl", [{"text": text} for text in TEXTS])
-    words = ("--column", "text", *bert[:4], "--layers", "encoder.layer.0", "--format", "safetensors")
-    done = command("bulk", source, *words, "--out", tmp_path / "out")
-    assert (done.status, "4 of them without a result" in done.notes) == (2, True), done.notes
-
-
 def test_paths(command: Command, live: Live, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths of pictures in a column, or in datasets' structs without bytes, are read where ``--paths`` says so."""
     monkeypatch.chdir(folder)
