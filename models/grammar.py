@@ -188,6 +188,7 @@ SOURCES: dict[str, ModelSource] = {
         find_path=str,
         has_image_options=True,
     ),
+    "open_clip": ModelSource("open_clip:DIR", "layertap.models.sources.open_clip", library="open_clip", find_path=str),
     "python": ModelSource(
         "python:package.module:factory",
         "layertap.models.sources.python",

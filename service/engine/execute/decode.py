@@ -304,6 +304,8 @@ def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[Sequence[in
         else:
             prompt = text.default_prompt if item.prompt is None else text.prompts[item.prompt]
             tokens, types, cut = text.encode_pair(prompt + item.text, item.pair, text.max_tokens, truncate)
+    except InputError:
+        raise
     except Exception as error:  # third-party tokenizers raise for lone surrogates, for example
         raise InputError(f"the text can't be tokenized ({type(error).__name__})") from error
     if not tokens:
