@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import inf, isfinite
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ Window = tuple[int, int, int, int]  # left, top, width, height
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 Color = tuple[int, int, int]  # red, green, blue, from 0 to 255
 ImageBackend = Literal["auto", "pil", "torchvision"]  # transformers' two kinds of image processor; auto: its own choice
+TOKENS_MASK, PADDING_MASK = "attention_mask", "src_key_padding_mask"
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 SMOOTH = frozenset({"bilinear", "bicubic", "lanczos"})  # the others do not average neighbouring pixels
@@ -177,13 +178,25 @@ class InputSpec:
             raise ValueError("values are from the first figure up to, not including, the second")
         if not 0 <= (self.batch_axis or 0) <= len(self.shape):
             raise ValueError("'batch_axis' is an axis of a batch, which has one more than 'shape': 0, 1 …")
-        if self.longest is not None and (not self.shape or self.shape[self.long_axis] > self.longest):
-            raise ValueError("'longest' must be at least shape[0]")
+        if self.longest is not None and not 0 <= self.long_axis < len(self.shape):
+            raise ValueError("'long_axis' is an axis of 'shape', counted from 0")
+        if self.longest is not None and self.length > self.longest:
+            raise ValueError(f"'longest' must be at least shape[{self.long_axis}]")
+
+    @property
+    def length(self) -> int:
+        """Entries along the axis that may have other lengths."""
+        return self.shape[self.long_axis]
+
+    def with_length(self, length: int) -> InputSpec:
+        """The same with so many entries along that axis."""
+        axis = self.long_axis
+        return replace(self, shape=(*self.shape[:axis], length, *self.shape[axis + 1 :]))
 
     @property
     def is_mask(self) -> bool:
-        """Whether it says which tokens of a row are padding: 0, as in transformers."""
-        return self.name.rpartition(".")[2] == "attention_mask" and len(self.shape) == 1
+        """Whether it says which tokens of a row are padding: 0 as in transformers, or true as in torch."""
+        return self.name.rpartition(".")[2] in (TOKENS_MASK, PADDING_MASK) and len(self.shape) == 1
 
 
 @dataclass(frozen=True)

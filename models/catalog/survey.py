@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from math import prod
 
 import torch
@@ -37,6 +38,7 @@ from layertap.models.points import Point
 from layertap.models.spec import InputSpec
 
 MAX_TIMED, ENOUGH_S = 5, 0.1  # timed forwards: how many at most, and after how many seconds no further one
+MAX_APART = 3  # inputs that share a length of their own
 # What torch and models raise for a wrong shape.
 SHAPE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
@@ -71,13 +73,16 @@ def survey(
         branches = tracked.may_branch
         create_recorder = partial(CallRecorder, module, alone=alone, functions=functions)
         several = try_forward(create_recorder().watch, run, copy_rows(rows)) or alone
-        varying = _list_varying(inputs)
-        length = varying[0].shape[0] if varying else 1
-        shorter = None  # what a text of half the length shows; None if all rows have one length, or the model takes one
-        if length > 1:
-            half = [replace(spec, shape=(length // 2, *spec.shape[1:])) if spec in varying else spec for spec in inputs]
+
+        def try_half(chosen: Sequence[InputSpec]) -> CallRecorder | None:
+            half = [spec.with_length(spec.length // 2) if spec in chosen else spec for spec in inputs]
             recorder = CallRecorder(module, functions=functions)
-            shorter = try_forward(recorder.watch, run, copy_row(make_noise(half, device, dtype)))
+            return try_forward(recorder.watch, run, copy_row(make_noise(half, device, dtype)))
+
+        varying = _list_varying(inputs, lambda chosen: try_half(chosen) is not None)
+        length = varying[0].length if varying else 1
+        # What a text of half the length shows; None if all rows have one length, or the model takes one.
+        shorter = try_half(varying) if length > 1 else None
         if not several.has_calls_of(alone):
             several = alone
         unproven = None
@@ -161,10 +166,24 @@ def _get_cost(marks: Sequence[float], order: float) -> float:
     return round(min(marks[min(int(order), len(marks) - 1)] / max(marks[-1], 1e-9), 1.0), 4)
 
 
-def _list_varying(inputs: Sequence[InputSpec]) -> list[InputSpec]:
-    """The inputs that have a text's length on their first axis."""
+def _list_varying(
+    inputs: Sequence[InputSpec], takes_half: Callable[[Sequence[InputSpec]], bool]
+) -> Sequence[InputSpec]:
+    """The inputs that have a text's length on an axis, its mask first.
+
+    Beside a mask none of those whose length is another's, as a decoder's ids: ``takes_half`` says whether the model
+    takes some at half their length, and all others whole.
+    """
     masks = {spec.shape for spec in inputs if spec.is_mask}
-    return [spec for spec in inputs if spec.longest is not None or spec.shape[:1] in masks]
+    varying = [spec for spec in inputs if spec.longest is not None or spec.shape[:1] in masks]
+    if not any(spec.is_mask for spec in varying):
+        return varying
+    others = [spec for spec in varying if not spec.is_mask]
+    apart = list[InputSpec]()
+    for size in range(1, min(len(others), MAX_APART + 1)):
+        for chosen in combinations([spec for spec in others if spec not in apart], size):
+            apart += chosen if takes_half(chosen) else ()
+    return [spec for spec in sorted(varying, key=lambda spec: not spec.is_mask) if spec not in apart]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 from layertap.models.devices.devices import DTYPES
 from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.inputs.preprocess import Preprocessing
-from layertap.models.spec import Decode, InputSpec, LeftPadding, Shapes, Tower, Truncate
+from layertap.models.spec import PADDING_MASK, Decode, InputSpec, LeftPadding, Shapes, Tower, Truncate
 
 Encode = Callable[[str, int, Truncate], tuple[list[int], int]]
 EncodePair = Callable[[str, str, int, Truncate], tuple[list[int], list[int] | None, int]]
@@ -122,6 +122,12 @@ class TextSpec:
             for name, each in values.items()
             if name is not None
         )
+
+
+def read_mask(name: str, value: Tensor) -> Tensor:
+    """A mask input (rows, tokens) as true for tokens and false for padding, by what its name says of it."""
+    mask = value.bool()
+    return ~mask if name.endswith(PADDING_MASK) else mask
 
 
 def number_tokens(mask: Tensor) -> Tensor:

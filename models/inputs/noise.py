@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def replace_neighbours(
     """The same quiet row between others: permuted ones, one loud and half empty, one faint (``scaled``)."""
 
     def change(spec: InputSpec, value: Tensor) -> Tensor:
-        entries = value.reshape(len(value), -1)
+        entries = value.reshape(len(value), prod(value.shape[1:]))
         changed = entries.flip(-1).roll(1, -1)
         if not value.is_floating_point():
             changed[:QUIET, entries.shape[1] // 2 :] = spec.values[0] if spec.values else 0

@@ -15,7 +15,7 @@ from layertap.models.devices.devices import DTYPES, is_accelerator, use_threads
 from layertap.models.devices.memory import Inputs
 from layertap.models.errors import InputError, LayertapError, LoadError, describe_error, out_of_memory_error
 from layertap.models.hooks.tensor_tree import iterate_tensors
-from layertap.models.inputs.model_inputs import POSITIONS, number_tokens
+from layertap.models.inputs.model_inputs import POSITIONS, number_tokens, read_mask
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.inputs.preprocess import normalize, normalize_batch
 from layertap.models.run.batch_slices import BatchActivations, RequestSlice
@@ -185,7 +185,7 @@ class LoadedModel(ModelInfo):
         name = self.model_inputs.mask
         if name is None or name not in pieces[0]:
             return None
-        mask = torch.cat([piece[name] for piece in pieces]).bool()
+        mask = read_mask(name, torch.cat([piece[name] for piece in pieces]))
         return torch.cat([mask, mask[:1].expand(padding, -1)]) if padding else mask
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from layertap.models.catalog.catalog import CallCounts
 from layertap.models.errors import Fault, LayertapError, RequestError, TooLargeError
+from layertap.models.inputs.model_inputs import read_mask
 from layertap.models.plan.plan import Capture, Plan
 from layertap.models.run.batch_slices import JoinedRows
 from layertap.models.run.reduction import ReducedArray
@@ -107,8 +108,8 @@ class Job:
     @property
     def token_mask(self) -> Tensor | None:
         """True for tokens, False for padding; None if rows have no mask."""
-        mask = self.inputs.get(self.prepared.mask) if self.prepared.mask else None
-        return None if mask is None else mask.bool()
+        name = self.prepared.mask
+        return read_mask(name, self.inputs[name]) if name is not None and name in self.inputs else None
 
     @property
     def nbytes(self) -> int:

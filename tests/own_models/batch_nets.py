@@ -73,10 +73,12 @@ class Volume(nn.Module):
     def __init__(self, channels: int = 4) -> None:
         super().__init__()
         self.conv, self.norm, self.act = nn.Conv3d(1, channels, 3, padding=1), nn.InstanceNorm3d(channels), nn.PReLU()
-        self.down, self.pool = nn.Conv3d(channels, channels, 2, 2), nn.AdaptiveAvgPool3d(2)
+        self.down, self.up = nn.Conv3d(channels, channels, 2, 2), nn.ConvTranspose3d(channels, channels, 2, 2)
+        self.last, self.pool = nn.Conv3d(2 * channels, channels, 1), nn.AdaptiveAvgPool3d(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.pool(self.down(self.act(self.norm(self.conv(x))))))
+        x = self.act(self.norm(self.conv(x)))
+        return torch.as_tensor(self.pool(self.last(torch.cat([x, self.up(self.down(x))], 1))))
 
 
 class Graph(nn.Module):
@@ -93,15 +95,17 @@ class Graph(nn.Module):
 
 
 class Translator(nn.Module):
-    """Ids of two texts, each of a length of its own."""
+    """Ids of two texts, each of a length of its own; a mask is of the first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
         self.net = nn.Transformer(8, 2, 1, 1, 12, batch_first=True)
 
-    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor) -> Tensor:
-        return torch.as_tensor(self.head(self.net(self.table(input_ids), self.table(decoder_input_ids))))
+    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        pad = None if attention_mask is None else attention_mask == 0
+        x, y = self.table(input_ids), self.table(decoder_input_ids)
+        return torch.as_tensor(self.head(self.net(x, y, src_key_padding_mask=pad, memory_key_padding_mask=pad)))
 
 
 class Aligned(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -18,22 +19,33 @@ from tests.own_models.batch_nets import make
 
 TRANSFORMER = {"d_model": 8, "nhead": 2, "num_encoder_layers": 1, "num_decoder_layers": 1, "dim_feedforward": 12}
 LENGTHS = InputSpec("lengths", (), "int64", values=(1, 6))
+BONDS, IDS = InputSpec("bonds", (2, 3), "int64"), InputSpec("input_ids", (6,), "int64", values=(0, 20))
+FACTORIES = {"cube": "volume", "masked": "translator"}
 INPUTS: dict[str, tuple[InputSpec, ...]] = {
     "lstm": (InputSpec("input", (5, 4), batch_axis=1),),
     "encoder": (InputSpec("src", (5, 8), batch_axis=1), InputSpec("src_key_padding_mask", (5,), "bool")),
     "translation": (InputSpec("src", (5, 8), batch_axis=1), InputSpec("tgt", (4, 8), batch_axis=1)),
-    "time_first": (InputSpec("x", (5, 4), batch_axis=1),),
+    "time_first": (InputSpec("x", (5, 4), batch_axis=1, longest=9),),
     "recurrence": (InputSpec("x", (5, 4), batch_axis=1),),
     "packed": (InputSpec("x", (5, 4)), LENGTHS),
     "sorted": (InputSpec("x", (5, 4)), LENGTHS),
     "lengths": (InputSpec("x", (5, 4)), LENGTHS),
+    "graph": (InputSpec("atoms", (5, 4)), replace(BONDS, values=(0, 5), longest=9, long_axis=1)),
+    "translator": (replace(IDS, longest=12), replace(IDS, name="decoder_input_ids", longest=12)),
+    "aligned": (InputSpec("mel", (4, 6), longest=12, long_axis=1), InputSpec("pitch", (6,), longest=12)),
+    "volume": (InputSpec("x", (1, 8, 8, 8)),),
+    "cube": (InputSpec("x", (1, 4, 4, 4)),),
+    "masked": (IDS, replace(IDS, name="decoder_input_ids"), InputSpec("attention_mask", (6,), "int64", values=(1, 2))),
 }
 
 
 @pytest.fixture(scope="module")
 def asker() -> Iterator[Asker]:
     """One server for all of them."""
-    specs = [own("batch_nets", "make", *inputs, name=name, args={"name": name}) for name, inputs in INPUTS.items()]
+    specs = [
+        own("batch_nets", "make", *inputs, name=name, args={"name": FACTORIES.get(name, name)})
+        for name, inputs in INPUTS.items()
+    ]
     with serving_models(*specs) as found:
         yield found
 
@@ -47,7 +59,10 @@ def draw(name: str, number: int) -> dict[str, Tensor]:
 
 def see(name: str, row: Mapping[str, Tensor]) -> dict[Any, Tensor]:
     """What plain hooks see in a batch of one."""
-    return record(make(name), **{spec.name: row[spec.name].unsqueeze(spec.batch_axis or 0) for spec in INPUTS[name]})
+    return record(
+        make(FACTORIES.get(name, name)),
+        **{spec.name: row[spec.name].unsqueeze(spec.batch_axis or 0) for spec in INPUTS[name]},
+    )
 
 
 def send(row: Mapping[str, Tensor]) -> Json:
@@ -69,7 +84,9 @@ def check(asker: Asker, name: str, rows: list[dict[str, Tensor]]) -> set[Any]:
             receipt = reply.body["receipts"][key]
             path = tuple(receipt.get("path", "")[1:-1].split("][")) if "path" in receipt else ()
             point = receipt["layer"], receipt["call"], path, site
-            truth = torch.cat([each[point] for each in seen], receipt.get("row_axis", 0))
+            number = key.rpartition(".input")[2]  # of inputs whose sizes differ each has a result of its own
+            chosen = [seen[int(number)]] if ".input" in key and number.isdecimal() else seen
+            truth = torch.cat([each[point] for each in chosen], receipt.get("row_axis", 0))
             torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-5, msg=f"{name} {key}")
             wanted.discard(point)
         missing |= wanted
@@ -125,6 +142,72 @@ def test_packed_sequences(asker: Asker, name: str) -> None:
     rows = [draw(name, number) for number in range(3)]
     for given in (rows, rows[2:]):
         assert all(point[2][-1:] in (("data",), ("batch_sizes",)) for point in check(asker, name, given))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("graph", [{"bonds": 0}, {"bonds": 3}, {"bonds": 9}, {"bonds": 0}]),
+        ("translator", [{"input_ids": 6, "decoder_input_ids": 4}, {"input_ids": 1, "decoder_input_ids": 12}]),
+        ("time_first", [{"x": 5}, {"x": 9}, {"x": 1}]),
+        ("aligned", [{"mel": 6, "pitch": 6}, {"mel": 12, "pitch": 12}, {"mel": 1, "pitch": 1}]),
+    ],
+)
+def test_lengths(asker: Asker, name: str, sizes: list[dict[str, int]]) -> None:
+    """An axis of any length, none too; two inputs of different lengths, and two of one length."""
+    rows, generator = [], torch.Generator().manual_seed(2)
+    for lengths in sizes:
+        specs = [spec.with_length(lengths[spec.name]) if spec.name in lengths else spec for spec in INPUTS[name]]
+        ids = {spec.name: torch.randint(*spec.values, spec.shape, generator=generator) for spec in specs if spec.values}
+        rows.append({spec.name: ids.get(spec.name, torch.randn(spec.shape, generator=generator)) for spec in specs})
+    assert not check(asker, name, rows)
+    assert not check(asker, name, rows[:1])
+
+
+def test_lengths_that_do_not_fit(asker: Asker) -> None:
+    """Inputs that share an axis of any length are refused if they differ."""
+    reply = asker.extract("aligned", [send({"mel": torch.zeros(4, 6), "pitch": torch.zeros(5)})], ["."])
+    assert (reply.status, "pitch [5]" in reply.problem) == (422, True)
+    reply = asker.extract("aligned", [send({"mel": torch.zeros(4, 13), "pitch": torch.zeros(13)})], ["."])
+    assert (reply.status, "axis 1 from 0 to 12" in reply.problem) == (422, True)
+
+
+@pytest.mark.parametrize("name", ["volume", "cube"])
+def test_volumes(asker: Asker, name: str) -> None:
+    """Pools of volumes are over depth, height and width, with as many channels as slices too."""
+    x = torch.randn(INPUTS[name][0].shape, generator=torch.Generator().manual_seed(1))
+    parts = ["conv", "norm", "act", "down", "up", "last", "."]
+    reply = asker.extract(name, [x], [{"layer": part, "pool": "mean"} for part in parts])
+    seen = see(name, {"x": x})
+    for part in parts:
+        torch.testing.assert_close(reply.features[part], seen[part, 0, (), "output"].mean((2, 3, 4)))
+
+
+@pytest.mark.parametrize(("name", "layer", "time"), [("encoder", "layers.0", 0), ("masked", "net.encoder.layers.0", 1)])
+def test_padding_is_in_no_pool(asker: Asker, name: str, layer: str, time: int) -> None:
+    """Padding is what torch's ``src_key_padding_mask`` is true for, or ``attention_mask`` is 0 for."""
+    rows = [draw_masked(number) if name == "masked" else draw(name, number) for number in range(3)]
+    reply = asker.extract(name, [send(row) for row in rows], [{"layer": layer, "pool": "mean"}])
+    for number, row in enumerate(rows):
+        own_tokens = see(name, row)[layer, 0, (), "output"].select(1 - time, 0)[: number + 1]
+        torch.testing.assert_close(reply.features[layer][number], own_tokens.mean(0))
+
+
+def test_mask_of_another_text(asker: Asker) -> None:
+    """A mask of the encoder's tokens takes nothing from those of the decoder, which are as many."""
+    rows = [draw_masked(number) for number in range(3)]
+    layer = "net.decoder.layers.0.linear1"
+    reply = asker.extract("masked", [send(row) for row in rows], [{"layer": layer, "pool": "mean"}])
+    assert reply.status == 200, reply.problem
+    for number, row in enumerate(rows):
+        truth = see("masked", row)[layer, 0, (), "output"][0].mean(0)
+        torch.testing.assert_close(reply.features[layer][number], truth, rtol=1e-4, atol=1e-5)
+
+
+def draw_masked(number: int) -> dict[str, Tensor]:
+    """Two texts of six ids, the first of which has ``number`` + 1 tokens."""
+    ids = torch.randint(20, (2, 6), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": ids[0], "decoder_input_ids": ids[1], "attention_mask": (torch.arange(6) <= number).long()}
 
 
 @pytest.mark.parametrize("name", ["time_first", "recurrence"])

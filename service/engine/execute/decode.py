@@ -21,7 +21,7 @@ from layertap.models.catalog.row_tensor import to_floating
 from layertap.models.devices.devices import DTYPES
 from layertap.models.devices.memory import is_out_of_memory
 from layertap.models.errors import InputError, TooLargeError
-from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
+from layertap.models.inputs.model_inputs import ModelInputs, TextSpec, read_mask
 from layertap.models.inputs.preprocess import Preprocessing, compute_least_size, make_row, normalize
 from layertap.models.spec import InputSpec, PreprocessSpec
 from layertap.service.engine.execute.item_rows import choose_tower, get_pictures, is_pixels, shape_arrays
@@ -98,9 +98,9 @@ def _find_error(rows: Rows, inputs: ModelInputs) -> InputError | None:
                         f"input '{spec.name}' holds {int(outside[0])}, which is not among its values",
                         hint=f"send whole numbers from {least} to {most}",
                     )
-        mask = rows.get(inputs.mask or "")
-        if mask is not None and not bool(mask.any(1).all()):
-            raise InputError("the mask leaves no token", hint="send 1 for each token that counts")
+        name = inputs.mask
+        if name is not None and name in rows and not bool(read_mask(name, rows[name]).any(1).all()):
+            raise InputError("the mask leaves no token", hint="send a mask that keeps each token that counts")
     except InputError as error:
         return error
     return None
@@ -200,7 +200,7 @@ def _convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) -
                 f"input '{spec.name}' has {pixels} pixels, the limit is {settings.max_resized_pixels}",
                 hint=f"send shape {list(spec.shape)}",
             )
-        if spec.longest:
+        if spec.longest and text is not None:  # of a model's own inputs a survey shows which lengths fit each other
             lengths.add(value.shape[1 + spec.long_axis])
     if len(lengths) > 1:
         hint = "send as many mask entries, and token types, as tokens"

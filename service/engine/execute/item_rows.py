@@ -148,8 +148,9 @@ def shape_arrays(item: ArraysItem, inputs: ModelInputs) -> dict[str, Array]:
             continue
         array = by_name[spec.name]
         batch = array if item.may_batch and array.ndim == len(spec.shape) + 1 else array[None]
-        if not _fits(batch.shape[1:], spec):
-            longest = f", axis {spec.long_axis} from 1 to {spec.longest}" if spec.longest else ""
+        fewest = int(inputs.text is not None)
+        if not _fits(batch.shape[1:], spec, fewest):
+            longest = f", axis {spec.long_axis} from {fewest} to {spec.longest}" if spec.longest else ""
             raise InputError(
                 f"a tensor of shape {list(array.shape)} does not fit input '{spec.name}'",
                 hint=f"send shape {list(spec.shape)}, dtype {spec.dtype}{longest}",
@@ -181,12 +182,14 @@ def _count_bytes(tower: ModelInputs, shapes: Shapes) -> int:
     return sum(prod(shape) * DTYPES[spec.dtype].itemsize for spec, shape in zip(tower.specs, shapes, strict=True))
 
 
-def _fits(shape: tuple[int, ...], spec: InputSpec) -> bool:
-    """Whether a row of that shape may be sent."""
-    if len(shape) != len(spec.shape) or 0 in shape:
+def _fits(shape: tuple[int, ...], spec: InputSpec, fewest: int) -> bool:
+    """Whether a row of that shape may be sent; ``fewest``: entries along an axis that may have other lengths."""
+    if len(shape) != len(spec.shape):
         return False
     if spec.longest is not None:
-        axis = spec.long_axis
-        return shape[axis] <= spec.longest and shape == (*spec.shape[:axis], shape[axis], *spec.shape[axis + 1 :])
+        length = shape[spec.long_axis]
+        return fewest <= length <= spec.longest and shape == spec.with_length(length).shape
+    if 0 in shape:
+        return shape == spec.shape
     # Height and width may differ if the model takes that; the survey of the new shape shows it.
     return shape == spec.shape if len(shape) < 3 else shape[0] == spec.shape[0]

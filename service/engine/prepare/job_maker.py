@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layertap.models.catalog.catalog import CallCounts
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
-from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.inputs.model_inputs import ModelInputs, read_mask
 from layertap.models.plan.plan import Plan
 from layertap.models.plan.poolings import POOLINGS
 from layertap.models.run.batch_slices import JoinedRows
@@ -225,8 +225,8 @@ def make_job(planned: PlannedRequest, part: DecodedRows, faults: Faults, ticket:
     rows, model_text, text = part.rows, planned.handle.model.text, planned.tower.text
     own_positions = model_text is not None and planned.resumption is None and model_text.numbers(rows)
     prepared = planned.prepare(own_positions=True) if own_positions else planned.prepared
-    if text is None and (mask := rows.get(planned.tower.mask or "")) is not None:
-        _check_padding(planned.plan, mask)
+    if text is None and (name := planned.tower.mask) is not None and name in rows:
+        _check_padding(planned.plan, read_mask(name, rows[name]))
     tokens = 0  # without padding
     if rows and text is not None and text.takes_text:
         tokens = rows[text.ids].numel() if text.mask is None else int(rows[text.mask].count_nonzero())
