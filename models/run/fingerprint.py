@@ -71,8 +71,9 @@ def digest_model(
     if preprocess is not None:
         row: object = preprocess.describe(), decode if preprocess.changes_pixels(decode) else "exact"
     else:
-        axes = {spec.name: spec.batch_axis for spec in inputs if spec.batch_axis}
-        row = [_to_plain_data(spec, SURVEYED) for spec in inputs] + ([axes] if axes else [])
+        row = [_to_plain_data(spec, SURVEYED) for spec in inputs]
+    if axes := {spec.name: spec.batch_axis for spec in inputs if spec.batch_axis}:
+        row = row, axes
     return _digest([RECIPE, weights, structure, precision, row, tokenizer])
 
 

@@ -40,6 +40,18 @@ class Recurrence(nn.Module):
         return torch.as_tensor(self.head(torch.stack(states)))
 
 
+class Positions(nn.Module):
+    """Ids as (time, batch), with a table of as many positions as a row has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.rnn, self.head = nn.Embedding(20, 6), nn.RNN(6, 6), nn.Linear(6, 3)
+        self.positions = nn.Parameter(torch.empty(5, 1, 6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.as_tensor(self.head(self.rnn(self.table(ids) + self.positions)[0][-1]))
+
+
 class Packed(nn.Module):
     """Sequences of several lengths, packed for a recurrent layer."""
 
@@ -130,6 +142,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "translation": lambda: nn.Transformer(8, 2, 1, 1, 12, custom_encoder=_encoder(batch_first=False)),
     "time_first": TimeFirst,
     "recurrence": Recurrence,
+    "positions": Positions,
     "packed": Packed,
     "sorted": lambda: Packed(is_sorted=True),
     "lengths": Lengths,

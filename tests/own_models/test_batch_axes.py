@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -27,6 +28,7 @@ INPUTS: dict[str, tuple[InputSpec, ...]] = {
     "translation": (InputSpec("src", (5, 8), batch_axis=1), InputSpec("tgt", (4, 8), batch_axis=1)),
     "time_first": (InputSpec("x", (5, 4), batch_axis=1, longest=9),),
     "recurrence": (InputSpec("x", (5, 4), batch_axis=1),),
+    "positions": (InputSpec("ids", (5,), "int64", values=(0, 20), batch_axis=1),),
     "packed": (InputSpec("x", (5, 4)), LENGTHS),
     "sorted": (InputSpec("x", (5, 4)), LENGTHS),
     "lengths": (InputSpec("x", (5, 4)), LENGTHS),
@@ -53,7 +55,11 @@ def asker() -> Iterator[Asker]:
 def draw(name: str, number: int) -> dict[str, Tensor]:
     """A row of noise; of numbers, lengths and masks another one in each."""
     generator = torch.Generator().manual_seed(number)
-    values: dict[str, Tensor] = {"lengths": torch.tensor(2 + number), "src_key_padding_mask": torch.arange(5) > number}
+    values: dict[str, Tensor] = {
+        "lengths": torch.tensor(2 + number),
+        "src_key_padding_mask": torch.arange(5) > number,
+        "ids": torch.randint(20, (5,), generator=generator),
+    }
     return {spec.name: values.get(spec.name, torch.randn(spec.shape, generator=generator)) for spec in INPUTS[name]}
 
 
@@ -93,7 +99,7 @@ def check(asker: Asker, name: str, rows: list[dict[str, Tensor]]) -> set[Any]:
     return missing
 
 
-@pytest.mark.parametrize("name", ["lstm", "encoder", "translation", "time_first", "recurrence", "lengths"])
+@pytest.mark.parametrize("name", ["lstm", "encoder", "translation", "time_first", "recurrence", "positions", "lengths"])
 def test_every_tensor(asker: Asker, name: str) -> None:
     """All that enters and leaves any layer, beside other rows and alone."""
     rows = [draw(name, number) for number in range(3)]
@@ -210,12 +216,15 @@ def draw_masked(number: int) -> dict[str, Tensor]:
     return {"input_ids": ids[0], "decoder_input_ids": ids[1], "attention_mask": (torch.arange(6) <= number).long()}
 
 
-@pytest.mark.parametrize("name", ["time_first", "recurrence"])
+@pytest.mark.parametrize("name", ["time_first", "recurrence", "positions"])
 def test_another_axis_behaves(name: str) -> None:
     """Rows that affect each other on axis 0, and would not on axis 1, are not served without a word."""
-    (warning,) = load_model(own("batch_nets", "make", InputSpec("x", (5, 4)), args={"name": name})).load_warnings
-    assert "batch_axis: 1 for 'x'" in warning
-    said = load_model(own("batch_nets", "make", InputSpec("x", (5, 4), batch_axis=0), args={"name": name}))
+    (spec,) = INPUTS[name]
+    (warning,) = load_model(
+        own("batch_nets", "make", replace(spec, batch_axis=None), args={"name": name})
+    ).load_warnings
+    assert f"batch_axis: 1 for '{spec.name}'" in warning
+    said = load_model(own("batch_nets", "make", replace(spec, batch_axis=0), args={"name": name}))
     assert not any("affect each other" in each for each in said.load_warnings)
 
 
@@ -234,3 +243,27 @@ def test_torchs_own_on_the_wrong_axis(factory: str, args: Json, inputs: list[Inp
     with pytest.raises(LoadError) as refused:
         load_model(spec, threads=1)
     assert "batch_axis" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "said"),
+    [
+        ((5, 4), {"batch_axis": 3}, "'batch_axis' is an axis"),
+        ((5, 4), {"longest": 9, "long_axis": 2}, "'long_axis' is an axis"),
+        ((5, 4), {"longest": 3, "long_axis": 1}, "shape[1]"),
+    ],
+)
+def test_axes_that_there_are_not(shape: tuple[int, ...], fields: Json, said: str) -> None:
+    """An axis that an input has not is a mistake of the configuration."""
+    with pytest.raises(ValueError, match=re.escape(said)):
+        InputSpec("x", shape, **fields)
+
+
+def test_fingerprints() -> None:
+    """Rows on another axis are another model's; axis 0 is the same whether it is said or not."""
+    (spec,) = INPUTS["time_first"]
+    entries = [
+        own("batch_nets", "make", replace(spec, batch_axis=axis), args={"name": "time_first"}) for axis in (None, 0, 1)
+    ]
+    unsaid, zero, one = (load_model(entry).identity for entry in entries)
+    assert unsaid == zero != one
