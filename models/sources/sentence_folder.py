@@ -32,6 +32,7 @@ from layertap.models.sources.sentence_model import (
     exclude_prompt,
     make_forward,
 )
+from layertap.models.sources.state_dict import find_base
 
 NEWER_FILE, ROUTER_FILES = "config_sentence_transformers.json", ("router_config.json", "config.json")
 HINT = "move modules.json out of the folder to serve the transformer alone, and name its layer with embedding:"
@@ -114,9 +115,10 @@ class SentenceFolder:
         )
 
 
-def read_sentence_folder(folder: Path, shown: str) -> SentenceFolder | None:
+def read_sentence_folder(folder: Path, shown: str, base: Path | None = None) -> SentenceFolder | None:
     """Read a folder's modules.json and load its modules, but not the transformer; None if there is none.
 
+    ``base``: where the transformer's configuration is, if not in the folder or where an adapter in it says.
     LoadError if it names a module that the library does not have; AbsentError without the library.
     """
     if not (folder / "modules.json").is_file():
@@ -141,7 +143,7 @@ def read_sentence_folder(folder: Path, shown: str) -> SentenceFolder | None:
         found = table.get(kind.rpartition(".")[2]) if kind.startswith("sentence_transformers.") else None
         if found is None:
             raise _refuse(shown, f"names {escape(kind)} as number {number}, which is not built here")
-        classes[kind] = _adapt(found, shown)
+        classes[kind] = _adapt(found, shown, base)
     if not classes:
         raise _refuse(shown, "has no modules")
     with _name_file("modules.json", shown), construct_alone(0):
@@ -211,7 +213,7 @@ def _list_kinds() -> dict[str, Any]:
     return {name: kind for name, kind in kinds.items() if name not in UNSUPPORTED}
 
 
-def _adapt(kind: Any, shown: str) -> Any:
+def _adapt(kind: Any, shown: str, base: Path | None) -> Any:
     """A subclass of one of the library's classes that names files in errors, and returns only what it changes."""
     is_transformer = any(base.__name__ == "Transformer" for base in kind.__mro__)
     load = _load_tokenizing if is_transformer else _load_part
@@ -227,7 +229,7 @@ def _adapt(kind: Any, shown: str) -> Any:
     members: dict[str, Any] = {"load": cast("Any", classmethod)(load_part), "__module__": kind.__module__}
     if is_transformer:
         members |= {
-            "_load_config": _load_config,
+            "_load_config": lambda _, *given: _load_config(base, *given),
             "_load_model": lambda self, path, task, config, *_, **__: _NoModel(config),
         }
     else:
@@ -235,8 +237,9 @@ def _adapt(kind: Any, shown: str) -> Any:
     return type(kind.__name__, (kind,), members)
 
 
-def _load_config(self: Any, path: str, *_: Any) -> tuple[Any, bool]:
-    return importlib.import_module("transformers").AutoConfig.from_pretrained(path, **LOCAL), False
+def _load_config(base: Path | None, path: str, *_: Any) -> tuple[Any, bool]:
+    found = base or find_base(Path(path))[0]
+    return importlib.import_module("transformers").AutoConfig.from_pretrained(str(found), **LOCAL), False
 
 
 class _NoModel(nn.Module):

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from layertap.models.devices.transfer import view_bytes
 from layertap.models.devices.turns import construct_alone
-from layertap.models.errors import LoadError, escape, find_nearest, format_names, label_failures
+from layertap.models.errors import AbsentError, LoadError, escape, find_nearest, format_names, label_failures
 from layertap.models.grammar import ADAPTER_CONFIG, import_library
 from layertap.models.sources.checkpoints import StateDict, fit_names, read_checkpoint, wrap_errors
 
@@ -121,19 +121,56 @@ def load_state_dict(
 @label_failures("weights")
 def merge_adapter(module: nn.Module, folder: Path) -> None:
     """Merge a folder's adapter into a module's weights with PEFT; LoadError if it can't be merged or does not fit."""
-    shown = escape(folder.name)
-    file = next((folder / name for name in ADAPTER_FILES if (folder / name).is_file()), None)
-    if file is None:
-        hint = f"it takes one of {', '.join(ADAPTER_FILES)}"
-        raise LoadError(f"adapter {shown} holds no {ADAPTER_FILES[0]}", hint=hint)
-    state = read_checkpoint(file)
+    shown, tensors = escape(folder.name), _read_adapter(folder)
     with insert_adapter(module, folder) as peft:
-        tensors = {name.removeprefix(ADAPTER_PREFIX): value for name, value in state.items()}
         found = peft.set_peft_model_state_dict(module, tensors)
         missing = [name for name in found.missing_keys if ADAPTER_NAME in name.split(".")]
         names = [escape(name) for name in (*missing, *found.unexpected_keys)]
         if names:
             raise LoadError(f"adapter {shown} does not fit the model: {format_names(names)}", hint=BASE_HINT)
+
+
+def _read_adapter(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder's adapter by their names in the module; LoadError if there are none."""
+    file = next((folder / name for name in ADAPTER_FILES if (folder / name).is_file()), None)
+    if file is None:
+        hint = f"it takes one of {', '.join(ADAPTER_FILES)}"
+        raise LoadError(f"adapter {escape(folder.name)} holds no {ADAPTER_FILES[0]}", hint=hint)
+    return {name.removeprefix(ADAPTER_PREFIX): value for name, value in read_checkpoint(file).items()}
+
+
+def read_head(folder: Path | None) -> dict[str, Tensor]:
+    """The tensors of a model that an adapter replaces as a whole, as a head's; empty without an adapter."""
+    saved = _read_config(folder).get("modules_to_save") or ()
+    tensors = _read_adapter(folder) if folder is not None and saved else {}
+    return {name: value for name, value in tensors.items() if any(part in saved for part in name.split("."))}
+
+
+def read_task(folder: Path | None) -> str:
+    """PEFT's name of what an adapter was trained for; empty if it does not say so."""
+    return str(_read_config(folder).get("task_type") or "")
+
+
+def find_base(folder: Path) -> tuple[Path, Path | None]:
+    """The folder of a model's configuration and weights, and that of an adapter to merge into them, if any.
+
+    A folder that holds an adapter alone names the model's folder; AbsentError if there is none.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
+        return folder, folder if (folder / ADAPTER_CONFIG).is_file() else None
+    base = Path(str(_read_config(folder).get("base_model_name_or_path") or "."))
+    if not (base / "config.json").is_file():
+        shown, name = escape(folder.name), escape(base.name)
+        hint = f"type source: transformers:PATH of {name}, and adapter: PATH of {shown}"
+        raise AbsentError(f"{shown} holds an adapter of {name}, which is no folder here", hint=hint)
+    return base, folder
+
+
+def _read_config(folder: Path | None) -> dict[str, Any]:
+    if folder is None:
+        return {}
+    with wrap_errors(f"{ADAPTER_CONFIG} of adapter {escape(folder.name)} can't be read"):
+        return dict(json.loads((folder / ADAPTER_CONFIG).read_text("utf-8")))
 
 
 @contextmanager

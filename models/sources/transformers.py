@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from torch import Tensor
 from layertap.models.devices.devices import use_threads
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape, format_names
-from layertap.models.grammar import ADAPTER_CONFIG, import_library, parse_weights, refuse_adapter
+from layertap.models.grammar import import_library, parse_weights, refuse_adapter
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs.noise import make_noise_row
 from layertap.models.labels import Labels
@@ -42,9 +42,12 @@ from layertap.models.sources.sentence_model import LAYER, TOKENS, FinalEmbedding
 from layertap.models.sources.sentence_texts import describe_texts
 from layertap.models.sources.state_dict import (
     LoadReport,
+    find_base,
     holds_values,
     merge_adapter,
     raise_for_different,
+    read_head,
+    read_task,
     refuse_scales,
 )
 from layertap.models.sources.transformers_inputs import (
@@ -64,6 +67,8 @@ NEVER_OMIT = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip
 TRIAL_TOKENS, MAX_DIFFERENCE = 5, 5e-2  # of a row with and without a mask, as a share of the largest value
 LABELS, MULTI_LABEL = "num_labels", "multi_label_classification"
 INTERPOLATE = "interpolate_pos_encoding"
+OUTPUTS = ("classifier.weight", "score.weight", "out_proj.weight", "qa_outputs.weight")  # of a head over classes
+HEADS = {"SEQ_CLS": "SEQUENCE_CLASSIFICATION", "TOKEN_CLS": "TOKEN_CLASSIFICATION", "CAUSAL_LM": "CAUSAL_LM"}  # PEFT's
 ITS_OWN = "it says what the directory is: change its config.json"
 RESERVED = {
     **dict.fromkeys(("_name_or_path", "architectures", "auto_map", "model_type", "transformers_version"), ITS_OWN),
@@ -89,20 +94,31 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     logs.set_verbosity_error()  # its warnings contain directories
     logs.disable_progress_bar()
     folder, shown = Path(ident), escape(spec.shown_source)
-    sentence = read_sentence_folder(folder, shown)
+    adapter = Path(spec.adapter) if spec.adapter else None
+    has_modules = adapter is not None and (adapter / "modules.json").is_file()  # those that it was trained beside
+    sentence = (
+        read_sentence_folder(adapter or folder, shown, folder) if has_modules else read_sentence_folder(folder, shown)
+    )
     if sentence and sentence.tokenizing is None:
         return _build_without_transformer(sentence, shown)
-    folder = sentence.tokenizing.path if sentence else folder
+    if sentence and not has_modules:
+        folder = sentence.tokenizing.path
+    if sentence or (folder / "config.json").is_file():
+        folder, own_adapter = find_base(folder)
+        adapter = adapter or own_adapter
     if not (folder / "config.json").is_file():
         refuse_adapter(folder)
         raise LoadError(f"there is no directory with a config.json for {shown}", hint=DIRECTORY_HINT)
     with wrap_errors(f"{shown} could not be built"):
         config = library.AutoConfig.from_pretrained(str(folder), **LOCAL)
-        if spec.args:
-            refuse_reserved_arguments(spec.args, RESERVED, shown)
-            refuse_unknown_arguments(spec.args, [*config.to_dict(), LABELS], shown)
-            config = library.AutoConfig.from_pretrained(str(folder), **{**spec.args, **LOCAL})
-        architecture = _find_architecture(library, config, sentence)
+        head, task = read_head(adapter), "" if sentence else read_task(adapter)
+        widths = {len(value) for name, value in head.items() if name.endswith(OUTPUTS)}
+        arguments = {LABELS: widths.pop(), **spec.args} if len(widths) == 1 and not sentence else spec.args
+        if arguments:
+            refuse_reserved_arguments(arguments, RESERVED, shown)
+            refuse_unknown_arguments(arguments, [*config.to_dict(), LABELS], shown)
+            config = library.AutoConfig.from_pretrained(str(folder), **{**arguments, **LOCAL})
+        architecture = _find_architecture(library, config, sentence, task)
     if getattr(config, "fusion_config", None):
         detail = f"config.json of {shown} asks for fused layers, which would be put into other models too"
         raise LoadError(detail, hint="take fusion_config out of it")
@@ -113,16 +129,20 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     refuse_named_weights(weights, shown)
     report: LoadReport | None
     if weights.is_named:
-        module, report = _load_saved(architecture, folder, config, spec, shown)
+        module, report = _load_saved(architecture, folder, config, spec, shown, head)
     else:
         construct = partial(architecture, config)
         module, report = construct_module(spec, shown, construct, read_weights(spec), classes=LABELS)
+    if adapter and not (report and report.adapter) and (weights.is_named or sentence):
+        merge_adapter(module, adapter)  # before the other modules are there, which were not adapted
+        report = replace(report or LoadReport(), adapter=adapter.name)
     # The settings that affect results and differ from the library's defaults.
     settings = {name: value for name, value in config.to_diff_dict().items() if name not in IRRELEVANT}
     described = json.dumps(settings, sort_keys=True, default=str)
     all_layers = bool(getattr(config, "output_hidden_states", False))
     _set_plain_outputs(module)
-    inputs, text, pictures, two_towers = read_inputs(library, module, folder, spec, sentence, shown)
+    own = sentence.tokenizing.path if sentence else folder
+    inputs, text, pictures, two_towers = read_inputs(library, module, own, spec, sentence, shown)
     if spec.interpolate_pos_encoding:
         if INTERPOLATE not in inspect.signature(module.forward).parameters:
             detail = f"{type(module).__name__} has no {INTERPOLATE}"
@@ -225,8 +245,13 @@ def _make_mask(make: Callable[..., Tensor | None], *args: Any, config: Any = Non
     return make(*args, config=config, **options | (NEVER_OMIT if getattr(config, ALWAYS_MASK, False) else {}))
 
 
-def _load_saved(architecture: Any, folder: Path, config: Any, spec: ModelSpec, shown: str) -> tuple[Any, LoadReport]:
-    """The module with the directory's weights. LoadError if they do not fit: transformers would only warn."""
+def _load_saved(
+    architecture: Any, folder: Path, config: Any, spec: ModelSpec, shown: str, head: Container[str]
+) -> tuple[Any, LoadReport]:
+    """The module with the directory's weights. LoadError if they do not fit: transformers would only warn.
+
+    What an adapter has whole, its ``head``, may be missing.
+    """
     file = find_weights(folder)  # read by our own code: the library gets tensors, never a pickle
     # For any other dtype the library would change the process's default dtype while it constructs the module.
     options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -237,7 +262,7 @@ def _load_saved(architecture: Any, folder: Path, config: Any, spec: ModelSpec, s
     if pooler and pooler <= missing and "add_pooling_layer" in inspect.signature(type(module)).parameters:
         module.pooler = None  # it was saved without one
         missing -= pooler
-    missing = tuple(name for name in sorted(missing) if name not in module.all_tied_weights_keys)
+    missing = tuple(name for name in sorted(missing) if name not in module.all_tied_weights_keys and name not in head)
     wrong = {
         "missing": [escape(name) for name in missing if spec.strict],
         "of another shape": [escape(str(entry[0])) for entry in info["mismatched_keys"]],
@@ -253,10 +278,7 @@ def _load_saved(architecture: Any, folder: Path, config: Any, spec: ModelSpec, s
     tensors, left_over = read_checkpoint(file), tuple(sorted(info["unexpected_keys"]))
     refuse_scales(tensors, left_over, shown)
     raise_for_different(_list_different(module, tensors), shown)
-    has_adapter = (folder / ADAPTER_CONFIG).is_file() and not spec.adapter
-    if has_adapter:  # the library merges it too
-        merge_adapter(module, folder)
-    return module, LoadReport("", "", missing, left_over, adapter=folder.name if has_adapter else "")
+    return module, LoadReport("", "", missing, left_over)
 
 
 def _list_different(module: Any, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -289,13 +311,18 @@ def _list_different(module: Any, tensors: Mapping[str, Tensor]) -> list[str]:
     return wrong
 
 
-def _find_architecture(library: Any, config: Any, sentence: SentenceFolder | None) -> Any:
+def _find_architecture(library: Any, config: Any, sentence: SentenceFolder | None, task: str) -> Any:
     """The class that wrote the directory if it is one of the library's own models, else AutoModel's.
+
+    For the ``task`` of an adapter it is the class with the head that PEFT trains for it.
 
     For a ``sentence`` folder it is AutoModel's, unless the library has a class without the decoder (T5EncoderModel), or
     AutoModelForMaskedLM's.
     """
     name = next(iter(config.architectures or ()), None)
+    if task in HEADS:
+        models = getattr(library, f"MODEL_FOR_{HEADS[task]}_MAPPING")
+        return importlib.import_module("transformers.models.auto.auto_factory")._get_model_class(config, models)
     if sentence:
         name = type(config).__name__.replace("Config", "EncoderModel")
     found = getattr(library, name, None) if isinstance(name, str) and name.isidentifier() else None

@@ -77,6 +77,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folders]:
     seeded(transformers.ViTForImageClassification(vit), 0).save_pretrained(root / "labels")
     sentences(root / "adapted")
     adapt(root / "adapted", root / "adapted" / "encoder")
+    SentenceTransformer(str(root / "adapted"), device="cpu").save(str(root / "alone"))
     text().save_pretrained(root / "base")
     text().save_pretrained(root / "plain")
     adapt(root / "plain", root / "base")
@@ -97,8 +98,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folders]:
     }
     specs = [
         ModelSpec(each, f"transformers:{root / each}", device="cpu", inputs=named.get(each))
-        for each in ("labels", "adapted", "plain", "queries", "modern", "wave", "pairs")
+        for each in ("labels", "adapted", "alone", "plain", "queries", "modern", "wave", "pairs")
     ]
+    specs.append(ModelSpec("beside", f"transformers:{root}/base", device="cpu", adapter=str(root / "alone")))
     with serving_models(*specs) as asker:
         yield Folders(asker, root)
 
@@ -142,6 +144,17 @@ def test_adapter_in_a_sentence_folder(folders: Folders) -> None:
     theirs = SentenceTransformer(str(folders.root / "adapted"), device="cpu").encode(["the red dog"])
     assert close(embed(folders, "adapted", "the red dog"), torch.from_numpy(theirs), 1e-4)
     assert folders.described("adapted")["checkpoint"]["adapter"] == "adapted"
+
+
+@pytest.mark.parametrize("name", ["alone", "beside"])
+def test_adapter_without_its_model(folders: Folders, name: str) -> None:
+    """A folder of an adapter alone has its model elsewhere, and keeps its pooling and prompts."""
+    assert not (folders.root / "alone" / "config.json").exists()
+    library = SentenceTransformer(str(folders.root / "alone"), device="cpu")
+    for theirs, fields in ((library.encode, {}), (library.encode_query, {"prompt": "query"})):
+        expected = torch.from_numpy(theirs(["the red dog"]))
+        assert close(embed(folders, name, "the red dog", **fields), expected)
+    assert folders.described(name)["checkpoint"]["adapter"] == "alone"
 
 
 def test_adapter_in_a_plain_folder(folders: Folders) -> None:

@@ -13,6 +13,7 @@ import peft
 import pytest
 import timm
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -202,3 +203,21 @@ def test_files(tmp_path: Path) -> None:
     assert build_model(spec).report is not None
     torch.save(nn.Linear(2, 2), folder / "adapter_model.bin")
     assert "torch.nn.modules.linear.Linear" in refusal(spec)
+
+
+@pytest.mark.parametrize("name", ["BertModel", "BertForPreTraining"])
+def test_a_head_of_another_class(tmp_path: Path, name: str) -> None:
+    """A classifier trained beside a model without one is merged with its head, which tells the number of classes."""
+    config = transformers.BertConfig(**transformers_nets.TEXT)
+    seeded(getattr(transformers, name)(config), 0).save_pretrained(tmp_path / "base")
+
+    def load() -> Any:
+        return transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
+
+    adapted = peft.get_peft_model(load(), peft.LoraConfig(**RANKS, task_type="SEQ_CLS", target_modules=["query"]))
+    seeded(adapted, 1).save_pretrained(tmp_path / "adapter")
+    expected = compute(peft.PeftModel.from_pretrained(load(), tmp_path / "adapter").eval(), TOKENS)
+
+    built = build_model(ModelSpec("m", f"transformers:{tmp_path}/base", adapter=str(tmp_path / "adapter")))
+
+    torch.testing.assert_close(compute(built.module, TOKENS), expected, rtol=1e-5, atol=1e-5)
