@@ -67,6 +67,16 @@ def _encode(folder: Path, kind: str = "bert", *, saved: Any = None, **options: A
     return modules.Transformer(str(folder / "encoder"), **{"max_seq_length": LIMIT, **options})
 
 
+def _towers(folder: Path, kind: Any) -> Any:
+    """A model of texts and pictures, and how it takes these."""
+    _save_encoder("clip", folder / "encoder", model_max_length=LIMIT)
+    size = {"height": 32, "width": 32}
+    pictures = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size)
+    texts = transformers.AutoTokenizer.from_pretrained(folder / "encoder")
+    transformers.CLIPProcessor(pictures, texts).save_pretrained(folder / "encoder")
+    return kind(str(folder / "encoder"))
+
+
 def _scores(folder: Path, **options: Any) -> Any:
     return _encode(folder, "masked", transformer_task="fill-mask", **options)
 
@@ -197,6 +207,11 @@ VECTORS: dict[str, tuple[Make, dict[str, Any]]] = {
     ),
     "convolved": (lambda folder: [_words(), modules.CNN(8, 6, [1, 3, 5]), _pooled("mean", 18)], {}),
     "recurrent": (lambda folder: [_words(), modules.LSTM(8, 6), _pooled(("mean", "lasttoken"), 12)], {}),
+    "clip": (lambda folder: [_towers(folder, modules.CLIPModel), modules.Normalize()], {}),
+    "clip_as_saved_now": (
+        lambda folder: [_towers(folder, modules.Transformer), _dense(16, 8, None), modules.Normalize()],
+        QUERY,
+    ),
     "heads": (lambda folder: [_encode(folder), _pooled("mean"), _heads()], {}),
 }
 SPARSE: dict[str, tuple[Make, dict[str, Any]]] = {
@@ -239,6 +254,15 @@ def save(name: str, folder: Path) -> None:
 def _save_encoder(kind: str, folder: Path, **options: Any) -> None:
     seeded(ENCODERS[kind](), 0).eval().save_pretrained(folder)
     tokenizer(folder, **options)
+
+
+def save_m3(folder: Path) -> tuple[nn.Linear, nn.Linear]:
+    """As BGE-M3's authors lay it out: a folder, and beside it two heads of the tokens."""
+    save("cls", folder)
+    heads = seeded(nn.Linear(32, 1), 2), seeded(nn.Linear(32, 24), 3)
+    for name, head in zip(("sparse", "colbert"), heads, strict=True):
+        torch.save(head.state_dict(), folder / f"{name}_linear.pt")
+    return heads
 
 
 def _save_older(folder: Path, *, nested: bool) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape
 from layertap.models.grammar import import_library
-from layertap.models.sources.checkpoints import wrap_errors
+from layertap.models.sources.checkpoints import read_checkpoint, wrap_errors
 from layertap.models.sources.sentence_model import (
     LAYER,
     TASKS,
@@ -28,11 +28,13 @@ from layertap.models.sources.sentence_model import (
     FinalEmbedding,
     FinalTokens,
     HiddenStates,
+    TokenVectors,
+    TokenWeights,
     attach_parts,
     exclude_prompt,
     make_forward,
 )
-from layertap.models.sources.state_dict import find_base
+from layertap.models.sources.state_dict import find_base, load_state_dict
 
 NEWER_FILE, ROUTER_FILES = "config_sentence_transformers.json", ("router_config.json", "config.json")
 HINT = "move modules.json out of the folder to serve the transformer alone, and name its layer with embedding:"
@@ -109,6 +111,7 @@ class SentenceFolder:
             self.parts,
             self.final,
             outputs,
+            _load_heads(own),
             all_layers=all_layers,
             vocabulary=vocabulary if self.has_marks else None,
             attends=(own.query_expansion or {}).get("attend", True),
@@ -289,6 +292,23 @@ def _load_part(cls: Any, folder: Path, shown: str, options: dict[str, Any]) -> A
         for value in (*part.parameters(), *part.buffers()):
             value.data = value.data.clone()  # it may be memory-mapped
     return part
+
+
+def _load_heads(own: Any) -> dict[str, nn.Module]:
+    """BGE-M3's heads for sparse and many vectors, if the files that it adds to such folders are there."""
+    heads: dict[str, nn.Module] = {}
+    for name in ("sparse", "colbert"):
+        if not (own.path / f"{name}_linear.pt").is_file():
+            continue
+        state = read_checkpoint(own.path / f"{name}_linear.pt")
+        width_out, width = state["weight"].shape
+        linear = nn.Linear(width, width_out)
+        load_state_dict(linear, state, f"{name}_linear.pt")
+        tokenizer = own.tokenizer
+        ids = {getattr(tokenizer, f"{each}_token_id") for each in ("cls", "eos", "pad", "unk")} - {None}
+        vectors = TokenVectors(linear) if name == "colbert" else TokenWeights(linear, len(tokenizer), sorted(ids))
+        heads[f"{name}_embedding"] = vectors
+    return heads
 
 
 def _is_transformer(part: Any) -> bool:

@@ -61,6 +61,36 @@ class FinalTokens(nn.Module):
         return value * mask.unsqueeze(-1).to(value.dtype)
 
 
+class TokenWeights(nn.Module):
+    """BGE-M3's sparse head: each id's largest weight among a text's tokens; special ids have none."""
+
+    def __init__(self, linear: nn.Linear, vocabulary: int, special: Sequence[int]) -> None:
+        super().__init__()
+        self.linear, self.vocabulary, self.special = linear, vocabulary, tuple(special)
+
+    def forward(self, tokens: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        """(N, T, C), (N, T) and (N, T) → (N, vocabulary)."""
+        weights = self.linear(tokens).squeeze(-1).relu() * mask.to(tokens.dtype)
+        for special in self.special:
+            weights = weights.masked_fill(ids == special, 0)
+        largest: Tensor = weights.new_zeros(len(ids), self.vocabulary).scatter_reduce(1, ids, weights, "amax")
+        return largest
+
+
+class TokenVectors(nn.Module):
+    """BGE-M3's head of late interaction: a vector of length 1 for each token after the first."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, tokens: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        """(N, T, C), (N, T) and (N, T) → (N, T, D), 0 for the first token and padding."""
+        kept = mask * (torch.arange(ids.shape[1], device=ids.device) > 0)
+        vectors: Tensor = functional.normalize(self.linear(tokens), dim=-1) * kept.unsqueeze(-1).to(tokens.dtype)
+        return vectors
+
+
 class HiddenStates(nn.Module):
     """Takes the place of a transformer inside another module: its output is among the features already."""
 
@@ -126,6 +156,7 @@ def attach_parts(
     parts: Mapping[str, nn.Module],
     final: nn.Module,
     outputs: Mapping[str, tuple[tuple[str, ...], str]],
+    heads: Mapping[str, nn.Module],
     *,
     all_layers: bool,
     vocabulary: int | None,
@@ -134,11 +165,13 @@ def attach_parts(
     """Make a transformer's forward run the folder's other modules, and return their embedding with its own output.
 
     ``outputs``: by the name of an input, the path of what the modules read in the transformer's output, and its name
-    among the features. ``all_layers``: they get the hidden states of all layers too. ``vocabulary``: if ids have
-    marks. ``attends``: whether other tokens attend to those that expand a query.
+    among the features. ``heads``: what else is made of it, by name. ``all_layers``: the modules get the hidden states
+    of all layers too. ``vocabulary``: if ids have marks. ``attends``: whether other tokens attend to those that expand
+    a query.
     """
     base: Any = type(module)
     parameters, names = list(inspect.signature(module.forward).parameters), tuple(parts)
+    further = tuple(heads)
     more = {"output_hidden_states": True} if all_layers else {}
 
     @functools.wraps(base.forward)
@@ -166,13 +199,16 @@ def attach_parts(
         if all_layers:
             features[ALL_LAYERS] = output["hidden_states"]
             output = {key: each for key, each in output.items() if key != "hidden_states"}
-        return {**output, **finish(self, run_parts(self, names, features))}
+        result = {**output, **finish(self, run_parts(self, names, features))}
+        return result | {key: self._modules[key](value, rows[IDS], rows[MASK]) for key in further}
 
     if all_layers:  # at the first forward the library would install hooks, and later not know that it has
         with suppress(AttributeError, TypeError):  # a class that collects them by itself
             importlib.import_module("transformers.utils.output_capturing").maybe_install_capturing_hooks(module)
     module.__class__ = type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
     add_parts(module, parts, final)
+    for name, head in heads.items():
+        module.add_module(name, head)
 
 
 def _run_changed(kind: Any, part: Any, features: Features, **options: Any) -> Features:

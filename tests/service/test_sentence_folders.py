@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.numpy import load_file
 
 from layertap.models.spec import ModelSpec
@@ -21,7 +22,7 @@ from tests.server import Live
 from tests.service.bulk.conftest import read
 from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
-from tests.service.support import Array, arrays_of, configured, problem
+from tests.service.support import Array, arrays_of, configured, encode, image, problem
 
 SENTENCES = ["a cat sat on the mat", "the DOG", "", "a red dog and a cat saw the cat on the mat and the dog sat"]
 ALL = (*VECTORS, *SPARSE, *SEVERAL, *OLDER)
@@ -95,6 +96,16 @@ def test_other_dialect(folders: Folders, name: str) -> None:
     """In the dialect of OpenAI vectors have length 1."""
     expected = folders.encode(name, normalize_embeddings=True)
     np.testing.assert_allclose(folders.embed(name), np.stack(expected[::3]), atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["clip", "clip_as_saved_now"])
+def test_picture(folders: Folders, name: str) -> None:
+    """A picture's vector is in the space of the texts' vectors."""
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8)
+    expected = folders.get_library(name).encode(Image.fromarray(pixels))
+    body = {"model": name, "inputs": [image(encode(pixels))]}
+    (found,) = arrays_of(folders.live.client.post("/extract", json=body)).values()
+    np.testing.assert_allclose(found[0], expected, atol=2e-6)
 
 
 def test_bulk(folders: Folders, command: Command, tmp_path: Path) -> None:

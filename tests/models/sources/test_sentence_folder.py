@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from layertap.models.errors import LoadError
 from layertap.models.sources.build import build_model
 from layertap.models.spec import ModelSpec
-from tests.sentence_folders import save
+from tests.sentence_folders import save, save_m3
+from tests.transformers_nets import WORDS
 
 ST = "sentence_transformers.models."
 NEWER = "config_sentence_transformers"
@@ -61,6 +63,25 @@ def test_refused(tmp_path: Path, named: str) -> None:
 
 def _spec(folder: Path) -> ModelSpec:
     return ModelSpec("m", f"transformers:{folder}", device="cpu")
+
+
+def test_heads_of_tokens(tmp_path: Path) -> None:
+    """BGE-M3's other heads: the largest weight of each word, and a vector for each token after the first."""
+    sparse, vectors = save_m3(tmp_path)
+    built = build_model(_spec(tmp_path))
+    ids, mask = torch.tensor([[2, 5, 6, 5, 3], [2, 7, 3, 0, 0]]), torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])
+    with torch.no_grad():
+        found = built.module(ids, mask)
+        tokens = found["last_hidden_state"]
+        expected = torch.zeros(2, len(WORDS))
+        for row, place in ((0, 1), (0, 2), (0, 3), (0, 4), (1, 1), (1, 2)):
+            weight = torch.relu(sparse(tokens[row, place]))[0]
+            expected[row, ids[row, place]] = max(weight, expected[row, ids[row, place]])
+        torch.testing.assert_close(found["sparse_embedding"], expected)
+        one = torch.nn.functional.normalize(vectors(tokens[1, 1:3]), dim=-1)
+    torch.testing.assert_close(found["colbert_embedding"][1, 1:3], one)
+    assert not found["colbert_embedding"][1, [0, 3, 4]].any()
+    assert (expected[:, 4:] > 0).sum() >= 1
 
 
 DENSE = {"in_features": 32, "out_features": 4}
