@@ -111,7 +111,7 @@ class SentenceFolder:
             self.parts,
             self.final,
             outputs,
-            _load_heads(own),
+            _load_heads(own, vocabulary),
             all_layers=all_layers,
             vocabulary=vocabulary if self.has_marks else None,
             attends=(own.query_expansion or {}).get("attend", True),
@@ -294,7 +294,7 @@ def _load_part(cls: Any, folder: Path, shown: str, options: dict[str, Any]) -> A
     return part
 
 
-def _load_heads(own: Any) -> dict[str, nn.Module]:
+def _load_heads(own: Any, vocabulary: int) -> dict[str, nn.Module]:
     """BGE-M3's heads for sparse and many vectors, if the files that it adds to such folders are there."""
     heads: dict[str, nn.Module] = {}
     for name in ("sparse", "colbert"):
@@ -306,7 +306,7 @@ def _load_heads(own: Any) -> dict[str, nn.Module]:
         load_state_dict(linear, state, f"{name}_linear.pt")
         tokenizer = own.tokenizer
         ids = {getattr(tokenizer, f"{each}_token_id") for each in ("cls", "eos", "pad", "unk")} - {None}
-        vectors = TokenVectors(linear) if name == "colbert" else TokenWeights(linear, len(tokenizer), sorted(ids))
+        vectors = TokenVectors(linear) if name == "colbert" else TokenWeights(linear, vocabulary, sorted(ids))
         heads[f"{name}_embedding"] = vectors
     return heads
 

@@ -151,7 +151,8 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     if any(each.name == MASK for each in inputs):
         _always_mask(library, module, text.inputs() if text else inputs)
     if sentence:
-        vocabulary = text.vocabulary // count_marks() if text and sentence.has_marks else 0
+        ids = text.vocabulary if text else 0
+        vocabulary = ids // count_marks() if sentence.has_marks else ids
         sentence.attach(module, all_layers=all_layers, vocabulary=vocabulary)
         described += sentence.describe()
     elif text and not two_towers and (scores := read_cross_encoder(folder, config, shown)):

@@ -14,7 +14,7 @@ from layertap.models.errors import LoadError
 from layertap.models.sources.build import build_model
 from layertap.models.spec import ModelSpec
 from tests.sentence_folders import save, save_m3
-from tests.transformers_nets import WORDS
+from tests.transformers_nets import VOCABULARY
 
 ST = "sentence_transformers.models."
 NEWER = "config_sentence_transformers"
@@ -73,7 +73,7 @@ def test_heads_of_tokens(tmp_path: Path) -> None:
     with torch.no_grad():
         found = built.module(ids, mask)
         tokens = found["last_hidden_state"]
-        expected = torch.zeros(2, len(WORDS))
+        expected = torch.zeros(2, VOCABULARY)
         for row, place in ((0, 1), (0, 2), (0, 3), (0, 4), (1, 1), (1, 2)):
             weight = torch.relu(sparse(tokens[row, place]))[0]
             expected[row, ids[row, place]] = max(weight, expected[row, ids[row, place]])
