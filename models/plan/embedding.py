@@ -24,11 +24,15 @@ JOINT: tuple[Choice, ...] = ((EmbeddingSpec(".[text_embeds]"), "both towers toge
 
 @dataclass(frozen=True)
 class ModelEmbedding:
-    """A model's embedding: the selector, which pools it to a vector, the reason for this choice, and warnings."""
+    """A model's embedding: the selector, which pools it to a vector, the reason for this choice, and warnings.
+
+    ``of_tokens``: it is a vector for each token instead.
+    """
 
     selector: Selector
     reason: str
     warnings: tuple[str, ...] = ()
+    of_tokens: bool = False
 
 
 def choose_embedding(choices: Sequence[Choice], classifier: bool, catalog: Catalog) -> ModelEmbedding | None:
@@ -46,8 +50,9 @@ def find_choice(choice: Choice, catalog: Catalog) -> ModelEmbedding:
     """The embedding that a choice names; raises what ``find_embedding`` raises."""
     spec, reason, is_guess = choice
     selector = find_embedding(spec.layer, catalog, spec.pool, spec.layout)
+    of_tokens = spec.pool == "none" and find_matches(selector, catalog)[0][0].info.has_axis("T")
     selector = reduce_embedding(selector, Embedding(spec.pool, spec.normalize))
-    return ModelEmbedding(selector, reason, (f"embedding: {reason}",) if is_guess else ())
+    return ModelEmbedding(selector, reason, (f"embedding: {reason}",) if is_guess else (), of_tokens)
 
 
 def find_embedding(text: str, catalog: Catalog, pool: Pool | None, layout: str | None = None) -> Selector:

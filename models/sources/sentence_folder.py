@@ -39,11 +39,9 @@ from layertap.models.sources.state_dict import find_base, load_state_dict
 NEWER_FILE, ROUTER_FILES = "config_sentence_transformers.json", ("router_config.json", "config.json")
 HINT = "move modules.json out of the folder to serve the transformer alone, and name its layer with embedding:"
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
-MODELS = {  # the library's class by a folder's model_type, and where it is
-    "SentenceTransformer": ("SentenceTransformer", "sentence_transformer"),
-    "SparseEncoder": ("SparseEncoder", "sparse_encoder"),
-    "MultiVectorEncoder": ("MultiVectorEncoder", "multi_vector_encoder"),
-    "ColBERT": ("MultiVectorEncoder", "multi_vector_encoder"),
+MODELS = {  # the library's class by a folder's model_type
+    **{name: name for name in ("SentenceTransformer", "SparseEncoder", "MultiVectorEncoder")},
+    "ColBERT": "MultiVectorEncoder",
 }
 DECLINED = (
     *("model_args", "model_kwargs", "config_args", "config_kwargs"),
@@ -136,10 +134,10 @@ def read_sentence_folder(folder: Path, shown: str, base: Path | None = None) -> 
         return None
     if saved not in MODELS:
         raise _refuse(shown, f"is a {escape(saved)}, which is not built here")
-    import_library("sentence_transformers")
-    name, room = MODELS[saved]
-    library = importlib.import_module(f"sentence_transformers.{room}.model")
-    aliases = getattr(library, "_CLASS_REF_ALIASES", {})  # other libraries' names of the same modules
+    library = import_library("sentence_transformers")
+    several = importlib.import_module("sentence_transformers.multi_vector_encoder.model")
+    is_several = MODELS[saved] == "MultiVectorEncoder"
+    aliases = several._CLASS_REF_ALIASES if is_several else {}  # PyLate's names of the same modules
     table, classes = _list_kinds(), {}
     for number, (kind, _) in enumerate(_list_types(folder, modules, shown)):
         kind = aliases.get(kind, kind)
@@ -150,7 +148,7 @@ def read_sentence_folder(folder: Path, shown: str, base: Path | None = None) -> 
     if not classes:
         raise _refuse(shown, "has no modules")
     with _name_file("modules.json", shown), construct_alone(0):
-        model = getattr(library, name)._load_with_module_classes(
+        model = getattr(library, MODELS[saved])._load_with_module_classes(
             str(folder), classes, device="cpu", local_files_only=True
         )
     return _make_folder(model.eval(), shown)
@@ -210,8 +208,11 @@ def _list_types(folder: Path, modules: list[tuple[str, str]], shown: str) -> Ite
 
 def _list_kinds() -> dict[str, Any]:
     """The library's classes of modules by their names."""
-    rooms = ("sentence_transformer", "sparse_encoder", "multi_vector_encoder")
-    found = [importlib.import_module(f"sentence_transformers.{room}.modules") for room in rooms]
+    found = (
+        importlib.import_module("sentence_transformers.sentence_transformer.modules"),
+        importlib.import_module("sentence_transformers.sparse_encoder.modules"),
+        importlib.import_module("sentence_transformers.multi_vector_encoder.modules"),
+    )
     kinds = {name: getattr(module, name) for module in found for name in module.__all__}
     return {name: kind for name, kind in kinds.items() if name not in UNSUPPORTED}
 

@@ -186,6 +186,13 @@ def test_prompts(folders: Folders) -> None:
     )
 
 
+def test_a_vector_for_each_token(folders: Folders) -> None:
+    """Several vectors are not given as a single one."""
+    folders.get_library("late_least")
+    reply = folders.live.client.post("/v1/embeddings", json={"model": "late_least", "input": SENTENCES})
+    assert (reply.status_code, "a vector for each token" in reply.text) == (400, True)
+
+
 def test_cut(folders: Folders) -> None:
     """A text that was cut is named in a warning, a shorter one is not; with ``truncate`` none it is refused."""
     folders.get_library("prompts")

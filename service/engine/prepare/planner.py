@@ -239,6 +239,10 @@ class Planner:
         if selector is None:
             hint = "name layers, or one by embedding: in its entry"
             raise RequestError(f"model {model.spec.name} has no embedding that is known", hint=hint)
+        several = own is not None and own.of_tokens and not embedding.layer
+        if several and embedding.normalize and embedding.pool is None:
+            detail = f"model {model.spec.name} has a vector for each token, not one for each input"
+            raise RequestError(detail, hint="POST /extract without normalize, or name a pool")
         return replace(request, selectors=(reduce_embedding(selector, embedding), *request.selectors), embedding=None)
 
     async def _choose_catalog(

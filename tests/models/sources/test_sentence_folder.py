@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,19 @@ def test_refused(tmp_path: Path, named: str) -> None:
 
 def _spec(folder: Path) -> ModelSpec:
     return ModelSpec("m", f"transformers:{folder}", device="cpu")
+
+
+@pytest.mark.slow
+def test_without_the_library(tmp_path: Path) -> None:
+    """Such a folder says what to install; its transformer alone needs none."""
+    save("older", tmp_path)
+    program = "import sys; sys.modules['sentence_transformers'] = None; from layertap.models.sources.build import *\n"
+    program += f"from pathlib import Path; spec = ModelSpec('m', 'transformers:{tmp_path}', device='cpu')\n"
+    program += "try: build_model(spec)\nexcept LoadError as error: print(error.detail, error.hint)\n"
+    program += f"Path('{tmp_path}/modules.json').unlink(); print(build_model(spec).architecture)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert 'sentence-transformers is not installed here type pip install "layertap[sentence-tr' in done.stdout
+    assert "transformers:BertModel" in done.stdout
 
 
 def test_heads_of_tokens(tmp_path: Path) -> None:
