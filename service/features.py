@@ -57,7 +57,9 @@ class Receipt:
     queries: tuple[int, ...] | None = None
     keys: tuple[int, ...] | None = None
     token_counts: tuple[int, ...] | None = None  # of each text, without padding
-    truncated: tuple[int, ...] | None = None  # tokens cut off each text, if any
+    truncated: tuple[int, ...] | None = None  # tokens cut off each text, or samples off each sound, if any
+    source_rates: tuple[int, ...] | None = None  # samples a second of each sound as it was sent
+    seconds_per_step: float | None = None  # along axis T or L of a sound's tensor, if known
     reply_dtype: str = "float32"
     prefix_tokens: int = 0  # tokens or attention keys before the patches
     grid_size: GridSize | None = None  # rows and columns of patches
@@ -123,7 +125,7 @@ class Features:
     input_index: int | None = None  # of the single input, among inputs of several shapes
     by_input: frozenset[str] = frozenset()  # keys of results of one such input
     tokens: int = 0  # in all texts, special ones included, without padding
-    cut: tuple[int, ...] = ()  # tokens cut off each row's text, or 1 for a picture's unused pages; (): none
+    cut: tuple[int, ...] = ()  # tokens or samples cut off each row, or 1 for a picture's unused pages; (): none
     top_classes: tuple[tuple[TopClass, ...], ...] = ()  # of each row, best first
     top_effects: tuple[tuple[TopEffect, ...], ...] = ()  # of each row, largest first
 
@@ -201,8 +203,10 @@ def _concatenate(arrays: Sequence[Array], axis: int | None) -> Array:
 
 
 def warn_of_cuts(features: Features) -> tuple[str, ...]:
-    """A warning if texts were truncated, or pages left out."""
+    """A warning if texts or sounds were truncated, or pages left out."""
     count = sum(map(bool, features.cut))
+    if count and any(receipt.source_rates for receipt in features.receipts.values()):
+        return (f"{count} of {features.rows} sounds are longer than the model takes: their ends are left out",)
     of_pictures = f"{count} of {features.rows} pictures have several pages, of which only the first is used"
     of_texts = f"{count} of {features.rows} texts truncated, by up to {max(features.cut, default=0)} tokens"
     return (of_texts if features.tokens else of_pictures,) if count else ()

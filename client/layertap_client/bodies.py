@@ -24,13 +24,14 @@ class CallOptions(TypedDict, total=False):
     """What may be said of every request that computes.
 
     ``timeout`` is in seconds and also the server's deadline. The rest are fields of the body, as the reference has
-    them; numpy arrays may stand in ``objective`` and ``interventions``.
+    them; numpy arrays may stand in ``objective`` and ``interventions``. ``rate``: arrays are samples of sounds.
     """
 
     model: str | None
     objective: Mapping[str, Any] | None
     on_error: Literal["fail", "skip"]
     isolated: bool
+    rate: int
     priority: Literal["interactive", "bulk"]
     timeout: float | None
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from layertap.models.devices import transfer
 from layertap.models.devices.devices import find_lack, is_accelerator
-from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing, preprocess, preprocess_pixels
+from layertap.models.inputs.preprocess import preprocess, preprocess_pixels
+from layertap.models.inputs.sound import Media
 from layertap.models.spec import FOR_TENSORS, ModelSpec, PreprocessSpec
 
 log = logging.getLogger("layertap")
@@ -95,15 +96,13 @@ class DeviceDecoder:
         return rows
 
 
-def create_device_decoder(
-    spec: ModelSpec, preprocessing: Preprocessing | None, device: torch.device
-) -> DeviceDecoder | None:
+def create_device_decoder(spec: ModelSpec, preprocessing: Media | None, device: torch.device) -> DeviceDecoder | None:
     """The decoder for a model's device; None if the CPU decodes; the reason is logged if a decoder was asked for."""
     if spec.decode != "device" or preprocessing is None:
         return None
     if reason := find_lack(device, "decode: device"):
         pass
-    elif isinstance(preprocessing, LibraryProcessor):
+    elif not isinstance(preprocessing, PreprocessSpec):
         reason = f"{preprocessing.name} makes the rows"
     elif not preprocessing.placeable:
         way = "" if preprocessing.interpolation in FOR_TENSORS else f" by {preprocessing.interpolation}"

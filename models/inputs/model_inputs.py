@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layertap.models.devices.devices import DTYPES
 from layertap.models.inputs.device_decoder import DeviceDecoder
-from layertap.models.inputs.preprocess import Preprocessing
+from layertap.models.inputs.sound import Media, SoundProcessor
 from layertap.models.spec import PADDING_MASK, Decode, InputSpec, LeftPadding, Shapes, Tower, Truncate
 
 Encode = Callable[[str, int, Truncate], tuple[list[int], int]]
@@ -138,12 +138,12 @@ def number_tokens(mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The inputs of a model, and how pictures and texts become rows of them."""
+    """The inputs of a model, and how pictures, sounds and texts become rows of them."""
 
     model: str  # its name
     specs: tuple[InputSpec, ...]
     dtype: torch.dtype  # floating rows are cast to it
-    preprocess: Preprocessing | None = None
+    preprocess: Media | None = None
     text: TextSpec | None = None
     decode: Decode = "exact"
     decoder: DeviceDecoder | None = None  # decodes pictures on the model's GPU; None if the CPU does
@@ -198,12 +198,22 @@ class ModelInputs:
     @property
     def takes_pictures(self) -> bool:
         """Whether pictures may be sent."""
-        return self.preprocess is not None and len(self.pictures.specs) == 1
+        return self.preprocess is not None and self.sound is None and len(self.pictures.specs) == 1
+
+    @property
+    def sound(self) -> SoundProcessor | None:
+        """How sounds become rows; None if they may not be sent."""
+        return self.preprocess if isinstance(self.preprocess, SoundProcessor) else None
+
+    @property
+    def takes_media(self) -> bool:
+        """Whether pictures or sounds may be sent."""
+        return self.takes_pictures or self.sound is not None
 
     @property
     def preprocesses(self) -> bool:
-        """Whether pictures or texts may be sent, which the server turns into rows."""
-        return self.takes_pictures or (self.text is not None and self.text.encode is not None)
+        """Whether pictures, sounds or texts may be sent, which the server turns into rows."""
+        return self.takes_media or (self.text is not None and self.text.encode is not None)
 
     def with_shapes(self, shapes: Shapes) -> tuple[InputSpec, ...]:
         """The inputs with the given shapes of a row."""

@@ -22,7 +22,7 @@ from torch import nn
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import UNPROVEN, UNREPEATABLE
-from layertap.models.inputs.preprocess import Preprocessing
+from layertap.models.inputs.sound import Media
 from layertap.models.plan.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.plan.requested import Reduction, TensorData
 from layertap.models.points import Point
@@ -58,7 +58,7 @@ def digest_model(
     weights: str,
     structure: str,
     precision: str,
-    preprocess: Preprocessing | None,
+    preprocess: Media | None,
     inputs: Iterable[InputSpec],
     tokenizer: str = "",
     decode: Decode = "exact",

@@ -272,7 +272,8 @@ def _survey(model: LoadedModel, specs: Sequence[InputSpec], *, functions: bool =
 
 def _resize(model: LoadedModel, specs: Sequence[InputSpec]) -> Catalog | None:
     """The catalog of another shape by its sizes and time; None if that is not enough."""
-    if model.model_inputs.mask is not None or any(spec.longest for spec in specs):
+    is_text = model.model_inputs.mask is not None and model.model_inputs.sound is None
+    if model.text is not None or is_text:
         return None  # for texts everything may depend on the length, and there are few lengths
     recorder = CallRecorder(model.module, look=lambda tensor: NO_SKETCH)
     watch = partial(recorder.watch, model.replica)

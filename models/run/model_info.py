@@ -11,7 +11,7 @@ import torch
 
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
-from layertap.models.inputs.preprocess import Preprocessing
+from layertap.models.inputs.sound import Media
 from layertap.models.labels import Labels
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.embedding import JOINT, ModelEmbedding, choose_embedding
@@ -120,8 +120,8 @@ class ModelInfo:
         return self.model_inputs.dtype
 
     @property
-    def preprocess(self) -> Preprocessing | None:
-        """How a picture becomes a row; None if the model takes no pictures."""
+    def preprocess(self) -> Media | None:
+        """How a picture or a sound becomes a row; None if the model takes neither."""
         return self.model_inputs.preprocess
 
     @property

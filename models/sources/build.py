@@ -18,7 +18,7 @@ from layertap.models.errors import LoadError, escape, find_nearest, label_failur
 from layertap.models.grammar import SOURCES, WeightsSource, parse_source, parse_weights
 from layertap.models.inputs.model_inputs import TextSpec
 from layertap.models.inputs.noise import check_examples
-from layertap.models.inputs.preprocess import Preprocessing
+from layertap.models.inputs.sound import Media
 from layertap.models.labels import Labels, Outputs
 from layertap.models.sources.checkpoints import StateDict, read_checkpoint, wrap_errors
 from layertap.models.sources.state_dict import LoadReport, load_state_dict, merge_adapter
@@ -44,7 +44,7 @@ class BuiltModel:
     inputs: tuple[InputSpec, ...]
     architecture: str  # with ``named`` a library's name for the structure
     weights: str  # for people, without a directory
-    pictures: Preprocessing | str = ""  # the preprocessing, or the reason why there is none, which may be empty
+    pictures: Media | str = ""  # of pictures or sounds: the preprocessing, or why there is none, which may be empty
     prefix_tokens: int = 0  # class and register tokens before the patches
     named: bool = False  # fingerprints take ``architecture`` and ``settings`` instead of the structure
     settings: str = ""  # that the module tree may not show
@@ -57,8 +57,8 @@ class BuiltModel:
     code: str = ""  # the imported module of the operator's factory; empty for libraries
 
     @property
-    def preprocess(self) -> Preprocessing | None:
-        """The preprocessing of pictures; None if they can't be sent."""
+    def preprocess(self) -> Media | None:
+        """The preprocessing of pictures or sounds; None if none can be sent."""
         return None if isinstance(self.pictures, str) else self.pictures
 
     @property

@@ -24,6 +24,7 @@ from layertap.models.errors import LoadError, escape, format_names
 from layertap.models.grammar import import_library, parse_weights, refuse_adapter
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs.noise import make_noise_row
+from layertap.models.inputs.sound import Media
 from layertap.models.labels import Labels
 from layertap.models.sources.build import (
     BuiltModel,
@@ -55,6 +56,7 @@ from layertap.models.sources.transformers_inputs import (
     MASK,
     read_inputs,
 )
+from layertap.models.sources.transformers_sound import read_sound, takes_sound
 from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec
 
 FLOAT_BYTES = 4
@@ -78,7 +80,7 @@ RESERVED = {
 }
 SAVED = "what modules.json of the sentence-transformers folder makes"
 DIRECTORY_HINT = "type transformers:PATH of what save_pretrained wrote; a relative PATH is beside the configuration"
-MEAN = "mean over a text's tokens: nothing that was saved with the model names an embedding"
+MEAN = "mean over tokens or time: nothing that was saved with the model names an embedding"
 FIT_HINT = "save the whole model with save_pretrained, or name the saved class in architectures of config.json"
 
 
@@ -142,7 +144,11 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     all_layers = bool(getattr(config, "output_hidden_states", False))
     _set_plain_outputs(module)
     own = sentence.tokenizing.path if sentence else folder
-    inputs, text, pictures, two_towers = read_inputs(library, module, own, spec, sentence, shown)
+    media: Media | str
+    if spec.inputs is None and takes_sound(module):
+        (inputs, media), text, two_towers = read_sound(library, module, folder, shown), None, False
+    else:
+        inputs, text, media, two_towers = read_inputs(library, module, own, spec, sentence, shown)
     if spec.interpolate_pos_encoding:
         if INTERPOLATE not in inspect.signature(module.forward).parameters:
             detail = f"{type(module).__name__} has no {INTERPOLATE}"
@@ -164,7 +170,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     return BuiltModel(
         module=module,
         inputs=inputs,
-        pictures=pictures,
+        pictures=media,
         architecture=f"transformers:{type(module).__name__}",
         prefix_tokens=0 if text and not two_towers else count_class_tokens(module),
         weights="as saved" if weights.label == "DEFAULT" else weights.label,
@@ -342,11 +348,11 @@ def find_embeddings(module: Any, row: Tensor) -> tuple[list[Choice], bool]:
     if "Classification" in name:
         return [], True
     text = module.main_input_name == "input_ids"
-    keys = ["text_embeds", "image_embeds"]
+    keys = ["text_embeds", "image_embeds", "audio_embeds"]
     if not text or not hasattr(module, "pooler"):  # BERT's pooler was trained for another task
         keys.append("pooler_output")
     choices = [(EmbeddingSpec(f".[{key}]"), f"{name} returns it as {key}", False) for key in keys]
-    if text:
+    if text or takes_sound(module):
         layers = filter(None, (".", module.base_model_prefix))
         choices += [(EmbeddingSpec(f"{layer}[last_hidden_state]", "mean"), MEAN, True) for layer in layers]
     return choices, False

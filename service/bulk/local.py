@@ -12,7 +12,7 @@ from layertap.service.bulk.job import Answer, Extractor, Outline, Question, list
 from layertap.service.bulk.sources import Entry
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, SentInputs
-from layertap.service.explain.prober import TEXT, Prober, make_picture
+from layertap.service.explain.prober import TEXT, Prober, make_picture, make_probe_input
 from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.inputs.items import ImageItem, TextItem
 from layertap.service.schemas.bodies import ExtractBody
@@ -35,11 +35,13 @@ class LocalExtractor(Extractor):
         self.max_rows = min(MAX_ROWS, settings.max_batch_rows, settings.max_inputs, settings.max_queue_rows)
 
     async def outline(self, question: Question) -> Outline:
-        """The outline of answers, by a fixed picture or text; LayertapError."""
-        await self._engine.manager.get_handle(question.model, float("inf"))
+        """The outline of answers, by a fixed picture, sound or text; LayertapError."""
+        handle = await self._engine.manager.get_handle(question.model, float("inf"))
         question = replace(question, truncate="end")  # the text with its prompt may be long
         example = TEXT.encode() if question.texts else make_picture()
         request, sent = _make_request(question), _make_inputs(question, [example])
+        if handle.model.model_inputs.sound is not None:
+            sent = SentInputs(((0, make_probe_input(handle.model.model_inputs, preprocessed=False)[1]),))
         with self._engine.admission.admit(_make_deadline()) as ticket:
             features = await self._engine.extract(request, sent, ticket)
             features = await Prober(self._engine).add_probes(features, request, sent, ticket)

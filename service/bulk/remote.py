@@ -7,6 +7,7 @@ from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 import layertap_client as lt
@@ -108,11 +109,23 @@ class RemoteExtractor(Extractor):
                     raise
 
     async def _ask_outline(self, question: Question) -> Outline:
-        picture = BytesIO()
-        Image.new("RGB", OUTLINED).save(picture, "PNG")
-        inputs: list[Any] = [{"text": "a"}] if question.texts else [picture.getvalue()]
+        inputs: list[Any] = [{"text": "a"}] if question.texts else [await self._make_example(question.model)]
         result = await self._ask(question, inputs, probe=True)
         return Outline.of(result.model, result.fingerprint, result, result.receipts)
+
+    async def _make_example(self, name: str | None) -> Any:
+        """A second of silence for a model of sounds, else a picture."""
+        models = await self._client.models()
+        name = name or models.default
+        if all("preprocess" not in each.details for each in models if each.name == name):
+            await self._client.layers(name)  # loads it
+            models = await self._client.models()
+        for rate in ((each.details.get("preprocess") or {}).get("rate") for each in models if each.name == name):
+            if rate is not None:
+                return {"tensor": np.zeros(rate, np.float32), "rate": rate}
+        picture = BytesIO()
+        Image.new("RGB", OUTLINED).save(picture, "PNG")
+        return picture.getvalue()
 
     def _halve(self, rows: int) -> None:
         """Send fewer inputs per request than in one that took too long; batches and files do not change."""

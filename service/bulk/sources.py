@@ -1,4 +1,4 @@
-"""Sources of inputs: pictures in a folder, pattern, list or tar archive; pictures or texts in a table.
+"""Sources of inputs: pictures or sounds in a folder, pattern, list or tar archive; pictures or texts in a table.
 
 Each yields its entries one by one, always in the same order, and holds at most one input in memory.
 """
@@ -22,7 +22,10 @@ from layertap.service.bulk.arrow import import_parquet, summarize
 from layertap.service.inputs.files import FileError, read_regular_file
 
 SUFFIXES = frozenset(
-    {".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+    (
+        *(".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"),
+        *(".flac", ".mp3", ".oga", ".ogg", ".opus", ".wav"),
+    )
 )
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 STRINGS = ("string", "large_string", "string_view")  # Arrow's types of strings
@@ -133,7 +136,7 @@ def _is_hidden(name: str) -> bool:
     return any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
 
 
-def _is_picture(name: str) -> bool:
+def _is_media(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in SUFFIXES and not _is_hidden(name)  # noqa: PTH122  (Path is slow)
 
 
@@ -146,7 +149,7 @@ def _walk(top: Path) -> Iterator[str]:
     for folder, folders, files in os.walk(top, onerror=lambda error: unlisted.append(error.filename)):
         folders[:] = sorted(name for name in folders if not _is_hidden(name))
         start = "" if folder == str(top) else f"{os.path.relpath(folder, top)}{os.sep}"
-        yield from (start + name for name in sorted(files) if _is_picture(name))
+        yield from (start + name for name in sorted(files) if _is_media(name))
     yield from (os.path.relpath(name, top) for name in unlisted)
 
 
@@ -173,7 +176,7 @@ def _read_tar(path: Path, wanted: Wanted, limit: int) -> Iterator[Entry]:
     """Pictures of an archive, read once from its beginning; nothing is written to disk. LayertapError."""
     try:
         with tarfile.open(path, "r|*", errors="surrogateescape") as archive:
-            pictures = (member for member in archive if _is_picture(member.name) and not member.isdir())
+            pictures = (member for member in archive if _is_media(member.name) and not member.isdir())
             for number, member in enumerate(pictures):
                 key = _make_key(member.name)
                 yield _read_member(archive, member, key, limit) if number in wanted else Entry(key, None)

@@ -101,6 +101,8 @@ def _describe_pictures(inputs: ModelInputs) -> str:
     """Whether pictures take the fast path, or why none are taken."""
     from layertap.models.inputs.preprocess import LibraryProcessor
 
+    if inputs.sound is not None:
+        return f"sounds through {inputs.sound.name}, at {inputs.sound.rate} samples a second"
     how = inputs.preprocess
     if how is None or not inputs.takes_pictures:
         return f"no pictures: {inputs.no_pictures}" if inputs.no_pictures else ""

@@ -70,7 +70,8 @@ class Job:
     faults: tuple[Fault, ...] = ()  # of inputs that were left out
     input_index: int | None = None  # if each input is a separate job
     tokens: int = 0  # in its texts, without padding
-    cut: tuple[int, ...] = ()  # how many tokens each text was truncated by
+    cut: tuple[int, ...] = ()  # how many tokens of each text, or samples of each sound, were left out
+    rates: tuple[int, ...] = ()  # of sounds as they were sent; 0 for other inputs
     warnings: tuple[str, ...] = ()
     # Makes the job of the same rows, never run, for a forward that makes other numbers of calls.
     plan_again: Callable[[CallCounts], Awaitable[Job]] | None = None

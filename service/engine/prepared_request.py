@@ -52,9 +52,10 @@ class PreparedRequest:
 
     For the reply: ``fingerprints`` and ``spaces`` by result key. ``reply_bytes``: what its text takes beside the
     arrays. ``mask`` names the model input that is the attention mask. ``rows_per_forward``: how many rows a forward
-    has, if rows affect each other. ``preprocessed`` says who preprocessed the rows. ``labels`` names the model's
-    classes. ``changed``: for each intervention of the request, but not of single inputs, the points it changes.
-    ``receipts`` keeps those that are the same for all requests, by number of rows.
+    has, if rows affect each other. ``steps``: seconds of a sound between two entries of an axis T, by its size.
+    ``preprocessed`` says who preprocessed the rows. ``labels`` names the model's classes. ``changed``: for each
+    intervention of the request, but not of single inputs, the points it changes. ``receipts`` keeps those that are the
+    same for all requests, by number of rows.
     """
 
     key: BatchKey
@@ -68,6 +69,7 @@ class PreparedRequest:
     spaces: Mapping[str, str] = field(default_factory=dict)
     reply_bytes: int = 0
     mask: str | None = None
+    steps: Mapping[int, float] = field(default_factory=dict)
     rows_per_forward: int | None = None
     preprocessed: Preprocessed = ""
     labels: Labels | None = None

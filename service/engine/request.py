@@ -62,6 +62,7 @@ class ExtractRequest:
     explanation: Explanation | None = None  # computed from captures
     sweep: Sweep | None = None  # edits to try one by one
     input_options: Mapping[int, InputOptions] = field(default_factory=dict)  # by input, each then a separate job
+    rate: int | None = None  # arrays without a rate of their own are samples of sounds, so many a second
     on_error: Literal["fail", "skip"] = "fail"
     isolated: bool = False  # share no forward with other requests
     decode_with_batch: bool = False  # the isolated batch decodes its pictures: for callers that keep all slots busy

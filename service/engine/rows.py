@@ -19,11 +19,15 @@ Items = Sequence[tuple[int, Fetched]]  # with their indexes in the request
 
 
 class CutRows(dict[str, Tensor]):
-    """The row of a text or picture; ``cut`` is the number of tokens that were truncated, 1 if pages were left out."""
+    """The row of a text, picture or sound, which may be cut.
 
-    def __init__(self, rows: Rows, cut: int = 0) -> None:
+    ``cut`` is the number of tokens or samples that were left out, 1 if pages were. ``rate``: of a sound as it was sent.
+    """
+
+    def __init__(self, rows: Rows, cut: int = 0, rate: int = 0) -> None:
         super().__init__(rows)
         self.cut = cut
+        self.rate = rate
 
 
 def count_rows(attempts: ItemAttempts) -> int:

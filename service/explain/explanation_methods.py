@@ -127,7 +127,7 @@ def _find_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     """The model's input; its channels come first if its rows are made of pictures here, or nothing is known of it."""
     selector = Selector(".:input", ".", site="input")
     matches, _ = find_matches(selector, model.catalog)
-    is_made_here = model.preprocess is not None and len(model.inputs) == 1
+    is_made_here = model.model_inputs.takes_pictures and len(model.inputs) == 1
     if is_made_here or all(match.info.layout is None and len(match.info.shape) == 4 for match in matches):
         matches, _ = find_matches(replace(selector, layout="NCHW"), model.catalog)
     of_maps = [match for match in matches if is_map(match.info)]

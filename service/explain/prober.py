@@ -26,7 +26,7 @@ from layertap.service.engine.execute.item_rows import predict_rows
 from layertap.service.engine.prepare.planner import find_tower
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.features import Array, Features
-from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem, TokensItem
+from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, SamplesItem, TextItem, TokensItem
 from layertap.service.probes import Probe, ProbeInput
 
 MAX_CACHED = 4096  # probes, of about 300 bytes each
@@ -35,6 +35,7 @@ Key = tuple[str, str]  # a model's name and a fingerprint
 WIDTH, HEIGHT = 320, 256
 TEXT = "a photo of a cat beside a dog"
 TOKENS = 8
+LOUDNESS = 0.2  # of a sound, of 1
 BITS = 64
 FLOATS = ("float16", "float32", "float64")
 
@@ -114,9 +115,12 @@ def _add_probes(features: Features, probes: dict[str, Probe]) -> Features:
 
 
 def make_probe_input(inputs: ModelInputs, *, preprocessed: bool) -> tuple[ProbeInput, LocalItem]:
-    """The fixed input for a model: a picture or a text if it takes one, else, or if ``preprocessed``, tensors."""
+    """The fixed input for a model: a picture, sound or text if it takes it, else, or if ``preprocessed``, tensors."""
     if preprocessed:
         return "tensors", _make_arrays(inputs)
+    if (sound := inputs.sound) is not None:  # a second of noise
+        noise = _draw_uniform((sound.rate, sound.channels)) * LOUDNESS
+        return "sound", SamplesItem(noise.astype(np.float32), sound.rate)
     if inputs.preprocess is not None and not inputs.takes_plain:
         return "picture", ImageItem(make_picture())
     text = inputs.text
@@ -151,11 +155,16 @@ def _make_array(spec: InputSpec) -> Array:
     if (example := find_example(spec)) is not None:
         found: Array = example[0].float().numpy() if example.is_floating_point() else example[0].numpy()
         return found
-    drawn = _draw(prod(spec.shape)).reshape(spec.shape)
     if spec.dtype.endswith(FLOATS):
-        return ((drawn / 2.0 ** (BITS - 1) - 1) * sqrt(3)).astype(np.float32)
-    low, high = spec.values or (0, 2)
+        return (_draw_uniform(spec.shape) * sqrt(3)).astype(np.float32)
+    drawn, (low, high) = _draw(prod(spec.shape)).reshape(spec.shape), spec.values or (0, 2)
     return (low + (drawn % np.uint64(high - low)).astype(np.int64)).astype(spec.dtype)
+
+
+def _draw_uniform(shape: tuple[int, ...]) -> Array:
+    """Random numbers from -1 to 1."""
+    drawn: Array = _draw(prod(shape)).reshape(shape) / 2.0 ** (BITS - 1) - 1
+    return drawn
 
 
 def _draw(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

@@ -22,7 +22,7 @@ Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 log = logging.getLogger("layertap")
 HEADERS = (
     ("User-Agent", "layertap"),
-    ("Accept", "image/jpeg, image/png, image/webp, image/gif, image/bmp, application/octet-stream"),
+    ("Accept", "image/jpeg, image/png, image/webp, image/gif, image/bmp, audio/*, application/octet-stream"),
     ("Accept-Encoding", "identity"),
     ("Connection", "close"),
 )
@@ -45,7 +45,7 @@ class DownloadBudget:
     def check(self, size: int) -> None:
         """TooLargeError if ``size`` more bytes exceed the limit."""
         if self._used + size > self._limit:
-            detail = f"the pictures at the request's URLs have more than {self._limit} bytes, which is the limit"
+            detail = f"the files at the request's URLs have more than {self._limit} bytes, which is the limit"
             raise TooLargeError(detail, hint="send fewer or smaller inputs")
 
     def take(self, size: int) -> None:
@@ -127,13 +127,13 @@ class Fetcher:
 
 
 def _check_head(response: httpcore.Response) -> int:
-    """The response's Content-Length, or 0; RejectedResponse if it is not an unencoded picture."""
+    """The response's Content-Length, or 0; RejectedResponse if it is no unencoded picture or sound."""
     headers = {name.lower(): value.strip().lower() for name, value in response.headers}
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip()
     if response.status != 200:
         raise RejectedResponse(f"status {response.status}")
     if headers.get(b"content-encoding", b"identity") != b"identity":
         raise RejectedResponse("a content encoding")
-    if not media_type.startswith(b"image/") and media_type not in UNTYPED:
-        raise RejectedResponse("a content type that is no picture's")
+    if not media_type.startswith((b"image/", b"audio/")) and media_type not in UNTYPED:
+        raise RejectedResponse("a content type that is no picture's or sound's")
     return int(headers.get(b"content-length", b"0")[:20])

@@ -7,6 +7,7 @@ from typing import Any
 
 from layertap.models.catalog.catalog import Layer, TensorInfo
 from layertap.models.inputs.model_inputs import TextSpec
+from layertap.models.inputs.sound import SoundProcessor
 from layertap.models.plan.embedding import ModelEmbedding
 from layertap.models.plan.planner import find_outputs
 from layertap.models.points import Site, format_path
@@ -36,7 +37,7 @@ def describe_model(entry: ModelEntry) -> Json:
     return body | {
         "device": model.device_name,
         "inputs": [_describe_input(each) for each in model.inputs],
-        "preprocess": _describe_pictures(model),
+        "preprocess": _describe_preprocessing(model),
         **({"cast": model.casts} if model.casts else {}),
         "weights": model.weights,
         "weights_digest": model.digest,
@@ -95,11 +96,13 @@ def _describe_text(text: TextSpec | None) -> Json:
     return {"text": described}
 
 
-def _describe_pictures(model: ModelInfo) -> Json | None:
-    """How a picture becomes a row, and how it is decoded: "exact" if the setting makes no difference."""
+def _describe_preprocessing(model: ModelInfo) -> Json | None:
+    """How a picture or a sound becomes a row; pictures are decoded "exact" if the setting makes no difference."""
     how, decode = model.preprocess, model.spec.decode
     if how is None:
         return None
+    if isinstance(how, SoundProcessor):
+        return how.describe()
     steps = {name: value for name, value in how.describe().items() if value is not None or name in ("resize", "crop")}
     return steps | {"decode": decode if how.changes_pixels(decode) else "exact"}
 

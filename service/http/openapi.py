@@ -65,13 +65,14 @@ MULTIPART: Json = {
     "properties": {
         "request": {"type": "string", "description": "the JSON body without inputs"},
         "images": {"type": "array", "items": {"type": "string", "format": "binary"}},
+        "audio": {"type": "array", "items": {"type": "string", "format": "binary"}},
         "texts": {"type": "array", "items": {"type": "string"}},
         "tensors": {"type": "array", "items": {"type": "string", "format": "binary"}},
         "inputs": False,  # so that the types of generated clients distinguish it from a JSON body
     },
     "additionalProperties": False,
 }
-RAW_TYPES = ("image/*", "application/x-npy", "application/x-npz", "application/x-safetensors")
+RAW_TYPES = ("image/*", "audio/*", "application/x-npy", "application/x-npz", "application/x-safetensors")
 
 
 def _refer(model: type[BaseModel]) -> Json:

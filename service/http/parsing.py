@@ -17,7 +17,7 @@ from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentIn
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.http.body import JSON, MULTIPART, load_json, parse_multipart
 from layertap.service.http.query import ALWAYS, read_fields
-from layertap.service.http.receiving import MAX_KEPT, PICTURE, TEXT, Envelope, write_rest
+from layertap.service.http.receiving import MAX_KEPT, MEDIA, TEXT, Envelope, write_rest
 from layertap.service.inputs.arrays import read_npy, read_npz, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.schemas.bodies import ExtractBody, InputsBody, RequestBody
@@ -43,7 +43,10 @@ def parse_request(
     faults: list[Fault] = []
     for index, read in enumerate(readers):
         try:
-            items.append((index, read()))
+            item = read()
+            if request.rate is not None and isinstance(item, ArraysItem):
+                item = item.to_samples(request.rate)
+            items.append((index, item))
         except RequestError as error:
             faults.append(error.to_fault(f"/inputs/{index}", index))
     if faults and (not items or request.on_error == "fail"):
@@ -70,8 +73,9 @@ def _parse_body(
         return _parse_multipart(envelope, data, settings, kind)
     if not data and not media_type:  # a dry run needs no input
         return _parse_query(envelope, settings, kind), []
-    arrays = ", ".join(sorted(BODY_READERS.keys() - {PICTURE, TEXT}))
-    hint = f"send Content-Type: {JSON}, {MULTIPART}, {TEXT}, image/jpeg (or another image type), {arrays}"
+    arrays = ", ".join(sorted(BODY_READERS.keys() - {MEDIA, TEXT}))
+    media = "image/jpeg or audio/wav (or another of them)"
+    hint = f"send Content-Type: {JSON}, {MULTIPART}, {TEXT}, {media}, {arrays}"
     raise UnsupportedMediaError("a body of this content type is not taken", hint=hint)
 
 
@@ -86,7 +90,7 @@ def _parse_multipart(
         elif (read := PART_READERS.get(name)) is not None:
             inputs.append(partial(read, part))
         else:
-            hint = "name parts 'images', 'texts' or 'tensors'; a safetensors body has arrays by the model's inputs"
+            hint = f"name parts {', '.join(PART_READERS)}; a safetensors body has arrays by the model's inputs"
             raise RequestError(f"a part named {escape(name)} is not taken", hint=hint)
     if len(requests) > 1:
         raise RequestError("a multipart body has at most one part named 'request'", hint="rename the others")
@@ -174,11 +178,12 @@ def _check_charset(content_type: str) -> None:
 
 PART_READERS: Mapping[str, Callable[[bytes], InputItem]] = {  # of a part, which is one input, by name
     "images": ImageItem,
+    "audio": ImageItem,
     "texts": TextItem.decode,
     "tensors": lambda data: ArraysItem({None: read_npy(data)}),
 }
 BODY_READERS: Mapping[str, Callable[[bytes, Settings], InputItem]] = {  # of a body by media type; arrays may be a batch
-    PICTURE: lambda data, _: ImageItem(data),
+    MEDIA: lambda data, _: ImageItem(data),
     TEXT: lambda data, _: TextItem.decode(data),
     "application/x-npy": lambda data, _: ArraysItem({None: read_npy(data)}, may_batch=True),
     "application/x-npz": lambda data, settings: ArraysItem(read_npz(data, settings.max_body_bytes), may_batch=True),

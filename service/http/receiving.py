@@ -21,14 +21,15 @@ from layertap.service.http.query import Query
 from layertap.service.settings import Settings
 
 MAX_KEPT, MAX_KEPT_BYTES = 256, 2048  # requests that are remembered, and the length of what they ask
-PICTURE, TEXT = "image/*", "text/plain"
+MEDIA, TEXT = "image/*", "text/plain"
+FAMILIES = ("image/", "audio/")  # whose files all are MEDIA
 
 
 @dataclass(frozen=True, eq=False)
 class Envelope:
     """The parts of a request around its body. Clients send the same ones over and over, so most are kept."""
 
-    media_type: str  # the content type without parameters, in small letters; ``PICTURE`` for any picture
+    media_type: str  # the content type without parameters, in small letters; ``MEDIA`` for any picture or sound
     text: bytes  # the query
     query: Query
     format: ReplyFormat
@@ -51,7 +52,7 @@ def make_envelope_reader(formats: Mapping[str, ReplyFormat]) -> EnvelopeReader:
         query = Query(text)
         reply_format = formats[negotiate(accept.decode("latin-1"), query.get_one("format"), types)]
         media_type = media.decode("latin-1").strip(" \t").lower()
-        return Envelope(PICTURE if media_type.startswith("image/") else media_type, text, query, reply_format)
+        return Envelope(MEDIA if media_type.startswith(FAMILIES) else media_type, text, query, reply_format)
 
     read_kept = lru_cache(maxsize=MAX_KEPT)(read)
 
@@ -107,8 +108,8 @@ async def receive(exchange: Exchange, parse: Parser[P], read_envelope: EnvelopeR
     started = time.perf_counter()
     media_type = envelope.media_type
     try:
-        # A picture is decoded later.
-        at_once = media_type == PICTURE or (media_type != MULTIPART and is_short(parsed_bytes=len(data)))
+        # A picture or a sound is decoded later.
+        at_once = media_type == MEDIA or (media_type != MULTIPART and is_short(parsed_bytes=len(data)))
         if at_once and envelope.is_kept:
             parsed = parse(envelope, data, settings)
         else:

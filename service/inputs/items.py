@@ -1,4 +1,4 @@
-"""The items of a request: encoded pictures, URLs, arrays, texts, tokens."""
+"""The items of a request: encoded pictures and sounds, samples, URLs, arrays, texts, tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
 @dataclass(frozen=True)
 class ImageItem:
-    """An encoded picture: ``data`` is the file's bytes, to be decoded and preprocessed."""
+    """An encoded picture or sound, as the model takes one: ``data`` is the file's bytes, for a decode worker."""
 
     data: bytes = field(repr=False)
 
@@ -23,6 +23,14 @@ class ImageItem:
     def is_tiff(self) -> bool:
         """Whether it begins as a TIFF: only workers decode these, because libtiff knows so many kinds."""
         return self.data.startswith(TIFF_STARTS)
+
+
+@dataclass(frozen=True, eq=False)
+class SamplesItem:
+    """The samples of a sound, ``rate`` of them a second: (samples,), or with an axis of channels last or first."""
+
+    samples: NDArray[Any] = field(repr=False)
+    rate: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +44,12 @@ class ArraysItem:
     arrays: dict[str | None, NDArray[Any]] = field(repr=False)
     may_batch: bool = False
     by_name: bool = False
+
+    def to_samples(self, rate: int) -> SamplesItem:
+        """Its only array as samples; InputError if it has several."""
+        if len(self.arrays) != 1:
+            raise InputError("'rate' is of a single array of samples", hint="leave it out, or send one array an input")
+        return SamplesItem(next(iter(self.arrays.values())), rate)
 
 
 @dataclass(frozen=True)
@@ -69,10 +83,10 @@ class TokensItem:
 
 @dataclass(frozen=True)
 class UrlItem:
-    """The URL of a picture; fetching it gives an ImageItem."""
+    """The URL of a picture or a sound; fetching it gives an ImageItem."""
 
     url: str = field(repr=False)
 
 
-LocalItem = ImageItem | ArraysItem | TextItem | TokensItem
+LocalItem = ImageItem | SamplesItem | ArraysItem | TextItem | TokensItem
 InputItem = LocalItem | UrlItem

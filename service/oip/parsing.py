@@ -13,7 +13,7 @@ from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentIn
 from layertap.service.errors import BadRequestError
 from layertap.service.http.body import load_json
 from layertap.service.http.query import join_parts
-from layertap.service.http.receiving import MAX_KEPT, PICTURE, Envelope, write_rest
+from layertap.service.http.receiving import MAX_KEPT, MEDIA, Envelope, write_rest
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.oip.encoding import HEADER, make_format
 from layertap.service.oip.schemas import InferBody, InferParameters
@@ -111,7 +111,7 @@ def _get_json_length(envelope: Envelope, data: bytes, headers: Headers) -> int:
     lengths = {value.decode("latin-1") for name, value in headers if name == HEADER.lower().encode()}
     if len(lengths) > 1:  # a proxy may use another value than this server
         raise BadRequestError(f"{HEADER} has {len(lengths)} values", hint="send it once")
-    if envelope.media_type == PICTURE:  # such bodies are parsed on the event loop
+    if envelope.media_type == MEDIA:  # such bodies are parsed on the event loop
         raise BadRequestError("a picture is not JSON", hint="send it as an element of BYTES, or to POST /extract")
     text = next(iter(lengths), str(len(data)))
     if not (text.isascii() and text.isdigit()) or len(text) > 18 or int(text) > len(data):

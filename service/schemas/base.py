@@ -21,6 +21,8 @@ Index = Annotated[int, Field(ge=0, lt=2**31)]
 SignedIndex = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # a negative one counts from the end
 StrictIndex = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 SignedIndices = Annotated[tuple[SignedIndex, ...], Field(min_length=1, max_length=MAX_INDICES)]
+MAX_RATE = 1_000_000
+Rate = Annotated[int | None, Field(None, ge=1, le=MAX_RATE, description="samples a second")]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 FLAGS = {"true": True, "1": True, "false": False, "0": False}  # in a query
 

@@ -21,7 +21,17 @@ from layertap.models.plan.requested import (
 from layertap.models.plan.selectors import MAX_TEXT, parse_selector
 from layertap.models.points import EACH
 from layertap.models.spec import Pool, ReplyDType, Truncate
-from layertap.service.schemas.base import Flag, Index, Number, OneError, StrictBody, make_list, read_entries, read_field
+from layertap.service.schemas.base import (
+    Flag,
+    Index,
+    Number,
+    OneError,
+    Rate,
+    StrictBody,
+    make_list,
+    read_entries,
+    read_field,
+)
 from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.selection import (
     MAX_INTERVENTIONS,
@@ -52,6 +62,7 @@ class RequestBody(InputsBody):
     objective: ObjectiveBody | None = None
     on_error: Literal["fail", "skip"] = "fail"
     isolated: Flag = False
+    rate: Rate = None
     priority: Priority = "interactive"
     tiles: Annotated[int, Field(ge=1, le=MAX_TILES)] | None = None
 
@@ -72,6 +83,7 @@ class RequestBody(InputsBody):
             },
             "on_error": self.on_error,
             "isolated": self.isolated,
+            "rate": self.rate,
             "priority": self.priority,
         }
 

@@ -17,6 +17,7 @@ from layertap.service.schemas.base import (
     MAX_FIELDS,
     Index,
     OneError,
+    Rate,
     StrictBody,
     StrictIndex,
     TensorBody,
@@ -36,17 +37,19 @@ Tokens = Annotated[
 
 
 class InputBody(StrictBody):
-    """One input: a picture (base64 or data URI), a URL, a tensor, a text, a text's tokens, or another input again.
+    """One input: a picture or sound (base64 or data URI), a URL, a tensor, a text, its tokens, or another input again.
 
     ``text_pair``: a second text, which the model reads together with ``text``; ``token_type_ids``: of ``tokens``, the
-    text of a pair that each is of. ``tensors``: one for each input of a model, by name; ``input``: the index of another
-    input. ``objective``, or ``class`` or ``target`` alone, replaces the request's; ``interventions`` come after those
-    of the request.
+    text of a pair that each is of. ``rate``: the tensor holds samples of a sound, so many a second. ``tensors``: one
+    for each input of a model, by name; ``input``: the index of another input. ``objective``, or ``class`` or ``target``
+    alone, replaces the request's; ``interventions`` come after those of the request.
     """
 
     image: str | None = None
+    audio: str | None = None
     url: str | None = Field(None, max_length=8192)
     tensor: TensorBody | None = None
+    rate: Rate = None
     tensors: Annotated[dict[str, TensorBody], Field(min_length=1, max_length=MAX_FIELDS)] | None = None
     text: str | None = None
     text_pair: str | None = None
@@ -81,8 +84,8 @@ class InputBody(StrictBody):
         readers: dict[str, Callable[[Any], InputItem]] = {**READERS, "input": read_other}
         given = {name: value for name in readers if (value := getattr(self, name)) is not None}
         if len(given) != 1:
-            detail = "an input has exactly one of 'image', 'url', 'tensor', 'tensors', 'text', 'tokens' and 'input'"
-            raise InputError(detail)
+            names = ", ".join(map(repr, readers))
+            raise InputError(f"an input has exactly one of {names}")
         ((name, value),) = given.items()
         if self.text_pair is not None:
             if name != "text":
@@ -92,7 +95,10 @@ class InputBody(StrictBody):
             if name != "tokens" or len(value) != len(self.token_type_ids):
                 raise InputError("'token_type_ids' has an entry for each of 'tokens'", hint="send as many of both")
             return TokensItem(value, self.token_type_ids)
-        return readers[name](value)
+        if self.rate is not None and name != "tensor":
+            raise InputError("'rate' is of samples in 'tensor'", hint="leave it out")
+        item = readers[name](value)
+        return item.to_samples(self.rate) if self.rate is not None and isinstance(item, ArraysItem) else item
 
 
 Kept = dict[int, InputItem | tuple[str, str]]  # an input's item, or its error's detail and hint
@@ -148,7 +154,7 @@ def _read_tensors(tensors: Mapping[str, TensorBody]) -> ArraysItem:
 
 
 READERS: Mapping[str, Callable[[Any], InputItem]] = {  # of what a field holds
-    "image": lambda text: ImageItem(decode_base64(text)),
+    **dict.fromkeys(("image", "audio"), lambda text: ImageItem(decode_base64(text))),
     "url": UrlItem,
     "tensor": lambda body: ArraysItem({None: body.to_array()}),
     "tensors": _read_tensors,

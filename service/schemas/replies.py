@@ -167,6 +167,19 @@ class LibraryPreprocessing(BaseModel):
     decode: Decode
 
 
+class SoundPreprocessing(BaseModel):
+    """The feature extractor of the model's own library for sounds, and what is done before it.
+
+    ``rate``: samples a second; ``channels``: 1, the mean of all that are sent, or as many as must be.
+    """
+
+    processor: str
+    settings: str
+    rate: int
+    channels: int
+    sound: str
+
+
 class CountedNames(BaseModel):
     """The number of names, and the first of them."""
 
@@ -244,7 +257,7 @@ class Model(BaseModel):
     reason: str = ""
     device: str
     inputs: list[ModelInput] = []
-    preprocess: Preprocessing | LibraryPreprocessing | None = None
+    preprocess: Preprocessing | LibraryPreprocessing | SoundPreprocessing | None = None
     cast: dict[str, str] = {}
     weights: str = ""
     weights_digest: str = ""

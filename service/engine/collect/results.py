@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import escape
 from layertap.models.labels import name_classes
@@ -63,6 +64,7 @@ def _make_receipts(job: Job, results: Results) -> dict[str, Receipt]:
     mask, cut = job.token_mask, job.cut if any(job.cut) else None
     classes = _find_classes(job, results) if plan.objective is not None else None
     labels = name_classes(prepared.labels, classes) if classes is not None else None
+    rates = job.rates if any(job.rates) else None
     token_counts = None if mask is None else tuple(mask.sum(1).tolist())  # without padding
     return {
         result.key: replace(
@@ -71,6 +73,7 @@ def _make_receipts(job: Job, results: Results) -> dict[str, Receipt]:
             labels=labels if result.capture.point.site in GRADIENTS else None,
             token_counts=token_counts if result.capture.info.token_axes else None,
             truncated=cut,
+            source_rates=rates,
         )
         for result in plan.results
     }
@@ -130,7 +133,13 @@ def make_receipt(job: Job, result: Result) -> Receipt:
         reply_dtype=reduction.dtype,
         prefix_tokens=info.prefix,
         grid_size=info.grid_size,
+        seconds_per_step=_find_step(job, info),
     )
+
+
+def _find_step(job: Job, info: TensorInfo) -> float | None:
+    """Seconds between two entries of a tensor's time axis, if it is known."""
+    return next((job.prepared.steps.get(info.size(axis)) for axis in "TL" if info.has_axis(axis)), None)
 
 
 def add_warnings(features: Features) -> Features:

@@ -23,6 +23,7 @@ from layertap.models.devices.memory import is_out_of_memory
 from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec, read_mask
 from layertap.models.inputs.preprocess import Preprocessing, compute_least_size, make_row, normalize
+from layertap.models.inputs.sound import SoundProcessor
 from layertap.models.spec import InputSpec, PreprocessSpec
 from layertap.service.engine.execute.item_rows import choose_tower, get_pictures, is_pixels, shape_arrays
 from layertap.service.engine.rows import Attempt, CutRows, Items, Rows
@@ -30,7 +31,15 @@ from layertap.service.errors import UnsupportedMediaError
 from layertap.service.features import Array
 from layertap.service.inputs.arrays import require_finite
 from layertap.service.inputs.images import decode_image, get_plain_jpeg_size
-from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem, TokensItem
+from layertap.service.inputs.items import (
+    ArraysItem,
+    ImageItem,
+    LocalItem,
+    SamplesItem,
+    TextItem,
+    TokensItem,
+)
+from layertap.service.inputs.sounds import decode_sound, fit_sound, read_samples
 from layertap.service.settings import Settings
 
 CHARACTERS = 16  # of a text, for each token that a model takes: bounds the time of the tokenizer
@@ -73,6 +82,9 @@ def decode_item(item: LocalItem, inputs: ModelInputs, settings: Settings) -> lis
     of these. The numbers of a batch with more rows than allowed are not checked.
     """
     inputs = choose_tower(item, inputs)
+    if isinstance(item, SamplesItem) or (isinstance(item, ImageItem) and inputs.sound is not None):
+        row = make_sound_row(item, inputs, settings)
+        return [_find_error(row, inputs) or row]
     if isinstance(item, ImageItem):
         return [decode_picture(item, inputs, settings)]
     if is_pixels(item, inputs):
@@ -108,13 +120,13 @@ def _find_error(rows: Rows, inputs: ModelInputs) -> InputError | None:
 
 def get_preprocessing(inputs: ModelInputs) -> Preprocessing:
     """How pictures become a model's rows; InputError if it takes none."""
-    if inputs.preprocess is not None and inputs.takes_pictures:
+    if not isinstance(inputs.preprocess, SoundProcessor | None) and inputs.takes_pictures:
         return inputs.preprocess
     reason = f": {inputs.no_pictures}" if inputs.no_pictures else ""
     kind, hint = "tensors", f"send {_describe_inputs(inputs)}"
     if inputs.text is not None and inputs.text.takes_text:
         kind, hint = "text", 'send {"text": "a cat"}' if inputs.text.encode else TOKENS_HINT
-    raise InputError(f"model {inputs.model} takes {kind}, not pictures{reason}", hint=hint)
+    raise InputError(f"model {inputs.model} takes {kind}, not pictures or sounds{reason}", hint=hint)
 
 
 def decode_picture(item: ImageItem, inputs: ModelInputs, settings: Settings) -> CutRows:
@@ -132,6 +144,20 @@ def decode_picture(item: ImageItem, inputs: ModelInputs, settings: Settings) -> 
     picture = decode_image(item.data, settings.max_pixels, least_size, check, spec.background)
     row = make_row(picture.image, spec, picture.size, picture.box, fast=fast).unsqueeze(0)
     return CutRows({inputs.specs[0].name: row}, int(picture.cut))
+
+
+def make_sound_row(item: ImageItem | SamplesItem, inputs: ModelInputs, settings: Settings) -> CutRows:
+    """A sound as a row of the features that the model takes; InputError, TooLargeError."""
+    if (processor := inputs.sound) is None:
+        raise InputError(f"model {inputs.model} takes no sounds", hint=f"send {_describe_inputs(inputs)}")
+    limits = settings.max_sound_s, settings.max_samples
+    if isinstance(item, ImageItem):
+        sound = decode_sound(item.data, *limits)
+    else:
+        sound = read_samples(item.samples, item.rate, *limits)
+    samples = fit_sound(sound, processor.rate, processor.channels)
+    row = processor.make_row(samples, tuple(spec.name for spec in inputs.specs))
+    return CutRows(row, processor.count_cut(samples.shape[-1]), sound.rate)
 
 
 def decode_on_device(item: ImageItem, inputs: ModelInputs, settings: Settings) -> Tensor | None:
@@ -342,5 +368,5 @@ def _pad_rows(rows: Rows, size: int, text: TextSpec) -> dict[str, Tensor]:
 
 def _describe_inputs(inputs: ModelInputs) -> str:
     """A description of each input of a model."""
-    pictures = "pictures, or " if inputs.preprocess is not None else ""
-    return pictures + "; ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in inputs.specs)
+    media = "" if inputs.preprocess is None else "pictures, or " if inputs.sound is None else "sounds, or "
+    return media + "; ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in inputs.specs)

@@ -22,7 +22,7 @@ MAX_PARALLEL = 8  # fetches of one request at a time, so that no request uses th
 async def fetch_inputs(
     request: ExtractRequest, sent: SentInputs, inputs: ModelInputs, rows: int, fetcher: Fetcher, ticket: Ticket
 ) -> Items:
-    """The items of a request for some rows, with their indexes; for each URL its picture, or why it can't be fetched.
+    """The items of a request for some rows, with their indexes; of each URL the file, or why it can't be fetched.
 
     While fetching, the request holds a single row of the queue. RequestError, TooLargeError if one fails and the
     request leaves none out; QueueFullError, DeadlineError.
@@ -43,7 +43,8 @@ def _find_target(item: InputItem, inputs: ModelInputs, fetcher: Fetcher) -> Fetc
     if not isinstance(item, UrlItem):
         return item
     try:
-        get_preprocessing(inputs)
+        if inputs.sound is None:
+            get_preprocessing(inputs)
         return fetcher.parse_url(item.url)
     except InputError as error:
         return error

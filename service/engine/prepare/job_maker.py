@@ -44,13 +44,15 @@ Faults = tuple[Fault, ...]  # in the order of the inputs
 class DecodedRows:
     """Rows of one shape, their items, and the first item's index in the request.
 
-    ``cut``: for texts, how many tokens each was truncated by; for pictures, whether pages were left out.
+    ``cut``: how many tokens of each text, or samples of each sound, were left out; for pictures, whether pages were.
+    ``rates``: those of sounds as they were sent.
     """
 
     rows: dict[str, Tensor]
     items: Sequence[Fetched] = ()
     input_index: int = 0
     cut: tuple[int, ...] = ()
+    rates: tuple[int, ...] = ()
 
 
 class JobMaker:
@@ -241,6 +243,7 @@ def make_job(planned: PlannedRequest, part: DecodedRows, faults: Faults, ticket:
         faults=faults,
         tokens=tokens,
         cut=part.cut,
+        rates=part.rates,
         warnings=(PAIRS,) if text and text.count_pairs(rows) else (),
     )
 
@@ -286,8 +289,8 @@ def _sort_attempts(
                 detail = f"an output of {inputs.specs[0].name!r} has another shape than {show_shapes(shapes)}"
                 faults.append(Fault(detail, f"send shape {show_shapes(inputs.shapes)}", input=index))
                 continue
-            cut = (attempt.cut,) if isinstance(attempt, CutRows) else ()
-            parts.append(DecodedRows(dict(attempt), (item,), index, cut))
+            cut, rates = ((attempt.cut,), (attempt.rate,)) if isinstance(attempt, CutRows) else ((), ())
+            parts.append(DecodedRows(dict(attempt), (item,), index, cut, rates))
     every = _sort_faults(before, faults)
     if every and (request.on_error == "fail" or not parts):
         raise RequestError.from_faults(every)
@@ -305,8 +308,10 @@ def _join_parts(parts: Sequence[DecodedRows], inputs: ModelInputs) -> Sequence[D
     if len({tuple(value.dtype for value in each.values()) for each in rows}) > 1:
         rows = [normalize_rows(each, inputs) for each in rows]
     items = [item for part in parts for item in part.items]
-    cut = chain.from_iterable(part.cut or (0,) * len(next(iter(part.rows.values()))) for part in parts)
-    return [DecodedRows(join_rows(rows), items, parts[0].input_index, tuple(cut))]
+    none = [(0,) * len(next(iter(part.rows.values()))) for part in parts]
+    cut = chain.from_iterable(part.cut or zeros for part, zeros in zip(parts, none, strict=True))
+    rates = chain.from_iterable(part.rates or zeros for part, zeros in zip(parts, none, strict=True))
+    return [DecodedRows(join_rows(rows), items, parts[0].input_index, tuple(cut), tuple(rates))]
 
 
 def _sort_faults(before: Faults, more: Sequence[Fault]) -> Faults:

@@ -9,6 +9,7 @@ from functools import cached_property
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.inputs.sound import SoundProcessor
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.plan import Plan, check_rows_fit
 from layertap.models.run import fingerprint, verification
@@ -68,7 +69,7 @@ class PlannedRequest:
         its batches are as large as memory allows (unless the request sets ``decode_with_batch``).
         """
         preprocess = self.inputs.preprocess
-        is_sized = preprocess is not None and preprocess.output_size is not None
+        is_sized = not isinstance(preprocess, SoundProcessor | None) and preprocess.output_size is not None
         is_known = is_sized and self.shapes == self.catalog_shapes and not self.apart
         if not is_known or not self.handle.executor.decodes_batches:
             return False
@@ -134,6 +135,7 @@ class PlannedRequest:
             fingerprints=fingerprints,
             spaces=spaces,
             mask=self.tower.mask,
+            steps=self.inputs.sound.find_steps(self.shapes[0][-1]) if self.inputs.sound is not None else {},
             rows_per_forward=(self.rows if unsplittable else 1) if catalog.crosses_rows or single_row else None,
             preprocessed=self.preprocessed,
             labels=model.labels,

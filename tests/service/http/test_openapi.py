@@ -143,7 +143,7 @@ def test_extract(document: Json) -> None:
     """``POST /extract`` has every body, every format of reply, and every status of the table."""
     operation = document["paths"]["/extract"]["post"]
     assert set(operation["requestBody"]["content"]) == {
-        *("application/json", "multipart/form-data", "image/*", "text/plain"),
+        *("application/json", "multipart/form-data", "image/*", "audio/*", "text/plain"),
         *("application/x-npy", "application/x-npz", "application/x-safetensors"),
     }
     assert set(operation["responses"]["200"]["content"]) == {each.media_type for each in FORMATS.values()}
@@ -231,8 +231,8 @@ def test_replies(live: Live, document: Json) -> None:
 
 
 RARE = {
-    # Of a compiled plan, which takes long to compile; of windows, and layers that take several inputs of a row.
-    "Receipt": {"forward", "entries_per_row", "row_order", "truncated"},
+    # Of a compiled plan, which takes long to compile; of windows, layers that take several inputs of a row; of sounds.
+    "Receipt": {"forward", "entries_per_row", "row_order", "truncated", "source_rates", "seconds_per_step"},
     "Checkpoint": {"adapter"},  # of a folder of peft
     "TextInputs": {"cuts", "prompts", "default_prompt"},  # of a sentence-transformers folder
     "Model": {
@@ -244,6 +244,7 @@ RARE = {
     "TopClassReply": {"activation"},  # of a class with many labels
     "Replacement": {"state", "reason"},
     "LibraryPreprocessing": {"processor", "settings", "background", "decode"},  # of a folder of transformers
+    "SoundPreprocessing": {"processor", "settings", "rate", "channels", "sound"},  # of a folder of transformers
     "ReloadReply": {"added", "removed", "changed", "aliases", "default"},  # of a server with a file
 }
 OF_FILES = {("put", "/models/{name}"), ("post", "/models/reload")}  # which the server here has not

@@ -13,7 +13,7 @@ from layertap.models.errors import RequestError
 from layertap.service.errors import NotAcceptableError
 from layertap.service.formats.table import FORMATS
 from layertap.service.http.body import LONG_JSON
-from layertap.service.http.receiving import MAX_KEPT_BYTES, PICTURE, make_envelope_reader
+from layertap.service.http.receiving import MAX_KEPT_BYTES, MEDIA, make_envelope_reader
 from tests.service.conftest import Serve
 from tests.service.support import image, picture
 
@@ -27,7 +27,7 @@ def test_same_is_read_once() -> None:
     read = make_envelope_reader(FORMATS)
     sent = b"application/x-npy", b"Image/PNG ;q=1", QUERY
     envelope = read(*sent)
-    assert (envelope.media_type, envelope.format.name, envelope.query["pool"]) == (PICTURE, "npy", "mean")
+    assert (envelope.media_type, envelope.format.name, envelope.query["pool"]) == (MEDIA, "npy", "mean")
     assert read(*sent) is envelope
     others = {(b"", *sent[1:]), (sent[0], b"text/plain", QUERY), (*sent[:2], b"layers=pool")}
     assert len({id(read(*each)) for each in {sent, *others}}) == len(others) + 1

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -23,6 +23,7 @@ from layertap.models.devices.memory import count_oom_kills, measure_private_byte
 from layertap.models.errors import Failure, LayertapError, LoadError, make_load_error
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.inputs.preprocess import LibraryProcessor
+from layertap.models.inputs.sound import SoundProcessor
 from layertap.models.loading import load_model
 from layertap.models.run.compiled_plan import CompiledPlan
 from layertap.models.run.loaded_model import LoadedModel
@@ -161,8 +162,8 @@ def _describe(model: LoadedModel) -> ModelInfo:
     """The model as the server sees it, without a large tokenizer or a library processor: the workers run these."""
     gc.collect()
     inputs, text = model.model_inputs, model.text
-    if isinstance(inputs.preprocess, LibraryProcessor):
-        inputs = replace(inputs, preprocess=replace(inputs.preprocess, run=refuse_here))
+    if isinstance(how := inputs.preprocess, (LibraryProcessor, SoundProcessor)):
+        inputs = replace(inputs, preprocess=replace(how, **NOT_HERE))
     if text is not None and text.encode is not None and not _is_light(text):
         refused = refuse_here if text.encode_pair else None
         inputs = replace(inputs, text=replace(text, encode=refuse_here, encode_pair=refused, encoders={}))
@@ -174,6 +175,9 @@ def _is_light(text: TextSpec) -> bool:
     with suppress(Exception):  # some can't be pickled
         return text.is_fast and len(pickle.dumps((text.encode, text.encode_pair, text.encoders))) <= MAX_TOKENIZER_BYTES
     return False
+
+
+NOT_HERE: dict[str, Any] = {"run": refuse_here}
 
 
 def _work(create_worker: CreateWorker, worker_bytes: int, connection: int, memory: int) -> None:

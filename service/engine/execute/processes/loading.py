@@ -24,7 +24,7 @@ from layertap.service.engine.execute.processes.model_host import ModelHost, OnRe
 from layertap.service.engine.execute.processes.process_executor import ProcessExecutor
 from layertap.service.engine.execute.processes.worker_decoder import WorkerDecoder
 from layertap.service.engine.execute.processes.worker_pool import WorkerPool
-from layertap.service.inputs.items import ImageItem
+from layertap.service.inputs.items import ImageItem, SamplesItem
 from layertap.service.metrics import Metrics
 from layertap.service.settings import MIN_WORKER_MEMORY_BYTES, Settings
 
@@ -57,14 +57,14 @@ def load(
 def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> Executor:
     """The executor of a loaded model; ``metrics`` as for ``load``.
 
-    If the model's device, or the first of several, is not the CPU, worker processes decode its pictures.
+    If the model's device, or the first of several, is not the CPU, worker processes decode its pictures or sounds.
     """
     if isinstance(model, HostedModel):
         return ProcessExecutor(model, WorkerPool(model.host), settings)
     if not isinstance(model, LoadedModel):
         raise TypeError(f"unknown kind of model: {type(model).__name__}")
     device = next(iter(model.by_device), str(model.device))
-    if settings.workers and device != CPU and model.model_inputs.takes_pictures:
+    if settings.workers and device != CPU and model.model_inputs.takes_media:
         decoder = create_decoder(model, settings, partial(metrics.count, "worker_restarts_total"))
         return InProcessExecutor(model, settings, decoder)
     return InProcessExecutor(model, settings)
@@ -94,7 +94,7 @@ def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_res
 
 
 def create_decoder(model: LoadedModel, settings: Settings, on_restart: OnRestart) -> WorkerDecoder:
-    """Start processes that decode the pictures of a model in this process; LoadError. ``on_restart`` as above.
+    """Start processes that decode pictures or sounds for a model in this process; LoadError. ``on_restart`` as above.
 
     Texts are tokenized here, because a tokenizer can't be sent to another process.
     """
@@ -102,7 +102,7 @@ def create_decoder(model: LoadedModel, settings: Settings, on_restart: OnRestart
     options = HostOptions(model.spec, settings, (), choose_worker_bytes(settings), plans=None, pictures=pictures)
     host = ModelHost(options, on_restart)
     host.load()
-    return WorkerDecoder(WorkerPool(host), settings, settings.cpu_threads, model.model_inputs, (ImageItem,))
+    return WorkerDecoder(WorkerPool(host), settings, settings.cpu_threads, model.model_inputs, (ImageItem, SamplesItem))
 
 
 def choose_worker_bytes(settings: Settings) -> int:

@@ -75,11 +75,12 @@ class DecodingWorker:
         return "answer", [self._decode_item(number, item) for number, item in enumerate(items)]
 
     def _decode_item(self, number: int, item: LocalItem) -> Sequence[Attempt]:
-        progress, is_tiff = self._progress, isinstance(item, ImageItem) and item.is_tiff
+        progress = self._progress
+        prints = isinstance(item, ImageItem) and (item.is_tiff or self._inputs.sound is not None)
         progress.since, progress.item = time.monotonic(), number
         signal.setitimer(signal.ITIMER_REAL, self._settings.decode_timeout_s)  # kills this process
         try:
-            with mute_stderr() if is_tiff else nullcontext():
+            with mute_stderr() if prints else nullcontext():
                 attempts = try_to_decode(item, self._inputs, self._settings, in_worker=True)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -189,7 +190,10 @@ def split_results(results: Sequence[SliceResult]) -> Iterator[list[SliceResult]]
 
 @contextmanager
 def mute_stderr() -> Iterator[None]:
-    """Keep what the block writes to stderr out of the log: libtiff has a line for each bad row of a fax."""
+    """Keep what the block writes to stderr out of the log: libtiff has a line for each bad row of a fax.
+
+    libmpg123 has one for each odd frame.
+    """
     kept = os.dup(2)
     with Path(os.devnull).open("wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)

@@ -33,6 +33,8 @@ def test_limits(limited: Live) -> None:
         "body_timeout_s": 15,
         "max_pixels": 10_000,
         "max_resized_pixels": 40_000,
+        "max_sound_s": 300,
+        "max_samples": 50_000_000,
         "max_results": 8,
         "max_changed_inputs": 16_384,
         "max_reply_bytes": 400_000,
