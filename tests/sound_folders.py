@@ -60,7 +60,7 @@ CLAP_FEATURES = {
 ENCODEC = {
     "num_filters": 4,
     "hidden_size": 16,
-    "upsampling_ratios": [4, 2],
+    "upsampling_ratios": [10, 8],
     "codebook_size": 16,
     "codebook_dim": 16,
     "target_bandwidths": [24.0],
@@ -69,7 +69,7 @@ ENCODEC = {
 MIMI = {
     "num_filters": 4,
     "hidden_size": 32,
-    "upsampling_ratios": [4, 2],
+    "upsampling_ratios": [10, 8],
     "codebook_size": 16,
     "codebook_dim": 16,
     "num_hidden_layers": 1,
@@ -85,7 +85,7 @@ MIMI = {
 }
 DAC = {
     "encoder_hidden_size": 8,
-    "downsampling_ratios": [2, 4],
+    "downsampling_ratios": [8, 10],
     "decoder_hidden_size": 16,
     "n_codebooks": 2,
     "codebook_size": 16,
@@ -199,7 +199,7 @@ KINDS = {
         "EncodecFeatureExtractor",
         {"feature_size": 2, "sampling_rate": 48000},
     ),
-    "dac": Kind("DacModel", "DacConfig", DAC, "DacFeatureExtractor", {"hop_length": 8}),
+    "dac": Kind("DacModel", "DacConfig", DAC, "DacFeatureExtractor", {"hop_length": 80}),
     "mimi": Kind("MimiModel", "MimiConfig", MIMI, "EncodecFeatureExtractor", {}),
 }
 

@@ -37,6 +37,7 @@ from layertap.models.inputs.noise import copy_row, copy_rows, make_noise
 from layertap.models.points import Point
 from layertap.models.spec import InputSpec
 
+TIME = "TLQK"  # axes of time in layouts
 MAX_TIMED, ENOUGH_S = 5, 0.1  # timed forwards: how many at most, and after how many seconds no further one
 MAX_APART = 3  # inputs that share a length of their own
 # What torch and models raise for a wrong shape.
@@ -53,12 +54,14 @@ def survey(
     *,
     functions: bool = False,
     tolerance: float = TOLERANCE["float32"],
+    frames: int | None = None,
 ) -> Catalog:
     """The catalog of a module for one shape of input.
 
     ``inputs`` gives the shapes of one row; ``run`` calls the module with a batch of such rows; ``prefix`` is the
     number of tokens that stand before the patches; floating inputs come in ``dtype``. With ``functions`` it includes
     what these take and return. ``tolerance``: the share of a tensor's largest number by which kernels differ.
+    ``frames``: the entries of time axes that a mask is of, if it has as many for every row.
     InputError if the module can't take that shape.
     """
     rows = make_noise(inputs, device, dtype)
@@ -79,7 +82,7 @@ def survey(
             recorder = CallRecorder(module, functions=functions)
             return try_forward(recorder.watch, run, copy_row(make_noise(half, device, dtype)))
 
-        varying = _list_varying(inputs, lambda chosen: try_half(chosen) is not None)
+        varying = _list_varying(inputs, lambda chosen: try_half(chosen) is not None) if frames is None else []
         length = varying[0].length if varying else 1
         # What a text of half the length shows; None if all rows have one length, or the model takes one.
         shorter = try_half(varying) if length > 1 else None
@@ -92,6 +95,8 @@ def survey(
     if shorter is not None:
         half_infos = {point: each.info for point, each in shorter.tensors.items()}
         infos = {point: _find_tokens(info, half_infos.get(point), length) for point, info in infos.items()}
+    if frames is not None:
+        infos = {point: _find_frames(info, frames) for point, info in infos.items()}
     boundaries = number_patches(alone.make_boundaries(infos, partial(_get_cost, marks)), prefix)
     calls = make_calls(boundaries, alone.views | several.views)
     modules = Modules(module)
@@ -244,6 +249,13 @@ def _find_tokens(info: TensorInfo, half: TensorInfo | None, length: int) -> Tens
     grown = {axis: pair for axis, pair in enumerate(sizes) if len(set(pair)) > 1}
     token_axes = tuple(axis for axis, pair in grown.items() if pair == (length, length // 2))
     return replace(info, token_axes=token_axes, merges_tokens=len(grown) > len(token_axes))
+
+
+def _find_frames(info: TensorInfo, frames: int) -> TensorInfo:
+    """The same with its axes of so many time steps; other positions may be of several of them."""
+    letters = info.layout or "?" * len(info.shape)
+    axes = tuple(axis for axis, letter in enumerate(letters) if letter in TIME and info.shape[axis] == frames)
+    return replace(info, token_axes=axes, merges_tokens=not axes and not set(letters) <= {"N", "C"})
 
 
 def number_patches(boundaries: Mapping[Point, CallBoundary], prefix: int) -> dict[Point, CallBoundary]:

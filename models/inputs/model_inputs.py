@@ -206,6 +206,11 @@ class ModelInputs:
         return self.preprocess if isinstance(self.preprocess, SoundProcessor) else None
 
     @property
+    def frames(self) -> int | None:
+        """How many time steps the mask of every sound has; None if that depends on the sound, or there is none."""
+        return self.sound.frames if self.sound is not None else None
+
+    @property
     def takes_media(self) -> bool:
         """Whether pictures or sounds may be sent."""
         return self.takes_pictures or self.sound is not None

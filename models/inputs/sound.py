@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.spec import Decode
 
 RECIPE = "channels averaged in float32, resampled by soxr HQ"  # what comes before the library's own steps
+MASK = "attention_mask"
 MIN_FRAMES = 8  # of fewer, another layer's might be as many
 
 
@@ -31,6 +33,7 @@ class SoundProcessor:
     max_samples: int | None = None  # of which a row is made; None: of any number
     truncates: bool = False  # the rest of a longer sound is left out; else it is refused
     step: int | None = None  # samples between two frames of the encoder's output, if known
+    frames: int | None = None  # of that output, where every row is filled up with silence to as many; it has a MASK
 
     def make_row(self, samples: NDArray[np.float32], names: tuple[str, ...]) -> dict[str, Tensor]:
         """The row of a sound for inputs of these ``names``; InputError if the library refuses it."""
@@ -39,7 +42,9 @@ class SoundProcessor:
             detail = f"the sound has {seconds:.6g} s, of which {self.name} would take {limit:g} at random"
             raise InputError(detail, hint=f"send {limit:g} s or less")
         try:
-            made = self.run(samples)
+            made = dict(self.run(samples))
+            if self.frames is not None and self.step is not None:
+                made[MASK] = (torch.arange(self.frames) * self.step < len(samples.T)).long()[None]
             return {name: made[name] for name in names}
         except (InputError, MemoryError):
             raise

@@ -72,10 +72,20 @@ def _survey_configured(
             seconds = time.thread_time() - start
             replica.settle()
         with use_threads(1 if seconds < QUICK_S else torch.get_num_threads()):
-            look = partial(survey, replica.module, inputs.specs, replica, device, prefix_tokens, inputs.dtype)
-            catalog = look(tolerance=tolerance)
+            look = partial(
+                survey,
+                replica.module,
+                inputs.specs,
+                replica,
+                device,
+                prefix_tokens,
+                inputs.dtype,
+                tolerance=tolerance,
+                frames=inputs.frames,
+            )
+            catalog = look()
             crosses_rows = catalog.crosses_rows or not catalog.batches
-            batch_axes = _try_batch_axes(replica, inputs, partial(look, tolerance=tolerance)) if crosses_rows else ()
+            batch_axes = _try_batch_axes(replica, inputs, look) if crosses_rows else ()
             padding = try_padding(replica, inputs.text, device, tolerance) if inputs.text else None
         stops = may_stop(replica, row)
         is_same = is_same_again(replica, row, output)
@@ -260,10 +270,17 @@ def verify_resumption(model: LoadedModel, start: Tap, shapes: Shapes) -> Resumpt
 def _survey(model: LoadedModel, specs: Sequence[InputSpec], *, functions: bool = False) -> Catalog:
     tower = model.model_inputs.for_shapes(tuple(spec.shape for spec in specs))
     prefix = 0 if tower.tower == "texts" else model.prefix_tokens
-    module, tolerance = model.module, TOLERANCE[model.spec.precision]
     with use_threads(_count_threads(model)):
         catalog = survey(
-            module, specs, model.replica, model.device, prefix, model.dtype, functions=functions, tolerance=tolerance
+            model.module,
+            specs,
+            model.replica,
+            model.device,
+            prefix,
+            model.dtype,
+            functions=functions,
+            tolerance=TOLERANCE[model.spec.precision],
+            frames=tower.frames,
         )
     traits = model.catalog.traits
     crosses_rows = catalog.crosses_rows or not traits.deterministic or model.catalogs.crossing is not None

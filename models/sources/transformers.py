@@ -24,7 +24,7 @@ from layertap.models.errors import LoadError, escape, format_names
 from layertap.models.grammar import import_library, parse_weights, refuse_adapter
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs.noise import make_noise_row
-from layertap.models.inputs.sound import Media
+from layertap.models.inputs.sound import Media, SoundProcessor
 from layertap.models.labels import Labels
 from layertap.models.sources.build import (
     BuiltModel,
@@ -154,7 +154,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
             detail = f"{type(module).__name__} has no {INTERPOLATE}"
             raise LoadError(detail, hint=f"leave {INTERPOLATE} out: it takes other sizes as it is, or none")
         module.forward = partial(module.forward, **{INTERPOLATE: True})
-    if any(each.name == MASK for each in inputs):
+    if any(each.name == MASK for each in inputs) and not isinstance(media, SoundProcessor):
         _always_mask(library, module, text.inputs() if text else inputs)
     if sentence:
         ids = text.vocabulary if text else 0

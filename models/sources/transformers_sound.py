@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from layertap.models.errors import InputError, LoadError
-from layertap.models.inputs.sound import SoundProcessor
+from layertap.models.inputs.sound import MASK, SoundProcessor
 from layertap.models.sources.checkpoints import wrap_errors
 from layertap.models.spec import InputDType, InputSpec
 
+WHISPER = "WhisperFeatureExtractor"
 VALUES, FEATURES = "input_values", "input_features"
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 FILES = ("preprocessor_config.json", "processor_config.json")
@@ -37,7 +38,7 @@ KNOWN: Mapping[str, Callable[[Any], int | None]] = {
         ),
         lambda extractor: None,
     ),
-    "WhisperFeatureExtractor": lambda extractor: int(extractor.n_samples),
+    WHISPER: lambda extractor: int(extractor.n_samples),
     "ClapFeatureExtractor": lambda extractor: int(extractor.nb_max_samples),
     # A window has 25 ms, and the next one begins 10 ms later.
     "ASTFeatureExtractor": lambda extractor: extractor.sampling_rate * (25 + 10 * extractor.max_length) // 1000 - 1,
@@ -80,6 +81,10 @@ def read_sound(library: Any, module: Any, folder: Path, shown: str) -> tuple[tup
     )
     if not specs:
         raise LoadError(f"{type(module).__name__} of {shown} takes nothing that {name} makes", hint=INPUTS_HINT)
+    frames = int(module.config.max_source_positions) if name == WHISPER else None
+    if frames is not None:
+        _pass_over_mask(module)
+        specs += (InputSpec(MASK, (frames,), "int64", values=(1, 2)),)
     processor = SoundProcessor(
         name,
         sha256(settings.encode()).hexdigest()[:32],
@@ -89,6 +94,7 @@ def read_sound(library: Any, module: Any, folder: Path, shown: str) -> tuple[tup
         max_samples=limit,
         truncates=name not in DRAWS,
         step=_find_step(module, extractor),
+        frames=frames,
     )
     return specs, processor
 
@@ -130,7 +136,7 @@ def _describe_input(name: str, rows: list[Tensor], is_main: bool) -> InputSpec:
 def _find_step(module: Any, extractor: Any) -> int | None:
     """How many samples apart the frames of an encoder's output are, as its configuration says."""
     config = module.config
-    if hasattr(config, "max_source_positions") and hasattr(extractor, "n_samples"):
+    if type(extractor).__name__ == WHISPER:
         return int(extractor.n_samples // config.max_source_positions)
     known = (getattr(config, name, None) for name in ("inputs_to_logits_ratio", "hop_length"))
     return next((each for each in known if isinstance(each, int)), None)
@@ -156,3 +162,14 @@ def _keep_encoder(module: Any) -> None:
         return choose(self)(*single, **rows)
 
     module.__class__ = type(whole.__name__, (whole,), {"forward": call, "__module__": whole.__module__})
+
+
+def _pass_over_mask(module: Any) -> None:
+    """Let a forward be given which frames are silence that fills a row up: the model runs as without a mask."""
+    whole = type(module)
+
+    def forward(self: Any, input_features: Tensor, attention_mask: Tensor | None = None) -> Any:
+        del attention_mask
+        return whole.forward(self, input_features)
+
+    module.__class__ = type(whole.__name__, (whole,), {"forward": forward, "__module__": whole.__module__})

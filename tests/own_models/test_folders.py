@@ -200,17 +200,23 @@ def test_mask_of_samples(folders: Folders) -> None:
     assert close(folders.asker.extract("wave", [row], [layer]).features[layer], expected)
 
 
-def test_no_embedding_is_known(folders: Folders) -> None:
-    """Where several tensors are returned and none is a vector, none is taken for the embedding."""
-    assert folders.described("wave")["embedding"] is None
+def test_mean_over_time(folders: Folders) -> None:
+    """A model of sounds that names no embedding has the mean of its last hidden states, as a guess."""
+    described = folders.described("wave")
+    assert described["embedding"] == ".[last_hidden_state]"
+    assert described["embedding_choice"]["pool"] == "mean"
     row = {
         "tensors": {
             "input_values": encode(torch.ones(400))["tensor"],
             "attention_mask": encode(torch.ones(400, dtype=torch.int64))["tensor"],
         }
     }
-    reply = folders.asker.post("/extract", {"model": "wave", "inputs": [row]})
-    assert (reply.status, "no embedding" in reply.problem) == (422, True)
+    module = transformers.AutoModel.from_pretrained(folders.root / "wave").eval()
+    with torch.no_grad():
+        expected = module(torch.ones(1, 400)).last_hidden_state.mean(1)
+    reply = folders.asker.post("/extract", {"model": "wave", "inputs": [row], "encoding": "base64"})
+    assert reply.status == 200
+    assert close(reply.features[".[last_hidden_state]"], expected)
 
 
 def test_left_over_tensors(folders: Folders) -> None:

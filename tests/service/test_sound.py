@@ -207,6 +207,24 @@ def test_masked_frames(live: Live, folders: Folders) -> None:
     assert found.json()["receipts"][HIDDEN]["token_counts"] == [int(mask.sum())]
 
 
+def test_filled_up_sounds(live: Live, folders: Folders) -> None:
+    """Silence that fills a row up counts in no pooling of frames, and where frames are merged pools are refused."""
+    samples = draw(0.61)
+    whole, own = folders.hidden(samples, "whisper"), int(np.ceil(0.61 * RATE / 320))
+    reply = ask(live, audio(encode(samples)), model="whisper", pool="mean")
+    close(arrays_of(reply)[HIDDEN], whole[:, :own].mean(1))
+    assert reply.json()["receipts"][HIDDEN]["token_counts"] == [own]
+    close(arrays_of(ask(live, audio(encode(samples)), model="whisper"))[HIDDEN], whole)
+    last = ask(live, audio(encode(samples)), model="whisper", layers=[{"layer": HIDDEN, "tokens": [-1]}])
+    close(arrays_of(last)[HIDDEN], whole[:, own - 1 : own])
+    body = problem(ask(live, audio(WAV), model="whisper", layers=["model.encoder.conv1"], pool="mean"), 422)
+    assert "would count padding" in body["detail"]
+    both = arrays_of(ask(live, audio(encode(samples)), audio(encode(draw(1.0))), model="whisper", pool="mean"))[HIDDEN]
+    close(both, np.concatenate([whole[:, :own].mean(1), folders.hidden(draw(1.0), "whisper").mean(1)]))
+    features = make_features(folders.root / "whisper", samples)["input_features"].numpy()
+    close(arrays_of(ask(live, tensor(features[0]), model="whisper", pool="mean"))[HIDDEN], whole.mean(1))
+
+
 def test_sounds_that_are_too_long(live: Live, folders: Folders) -> None:
     """Where the library leaves the end out a warning says so; where it draws a part at random it is refused."""
     samples = draw(1.2)
@@ -326,7 +344,7 @@ def test_client(live: Live, folders: Folders, tmp_path: Path) -> None:
         close(both, np.repeat(expected, 2, 0))
 
 
-@pytest.mark.parametrize("is_remote", [False, True])
+@pytest.mark.parametrize("is_remote", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_bulk(command: Command, live: Live, folders: Folders, tmp_path: Path, *, is_remote: bool) -> None:
     """A folder of sounds becomes a row for each; what is no sound has its reason."""
     (tmp_path / "sounds").mkdir()

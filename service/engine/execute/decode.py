@@ -25,7 +25,13 @@ from layertap.models.inputs.model_inputs import ModelInputs, TextSpec, read_mask
 from layertap.models.inputs.preprocess import Preprocessing, compute_least_size, make_row, normalize
 from layertap.models.inputs.sound import SoundProcessor
 from layertap.models.spec import InputSpec, PreprocessSpec
-from layertap.service.engine.execute.item_rows import choose_tower, get_pictures, is_pixels, shape_arrays
+from layertap.service.engine.execute.item_rows import (
+    choose_tower,
+    get_mask_length,
+    get_pictures,
+    is_pixels,
+    shape_arrays,
+)
 from layertap.service.engine.rows import Attempt, CutRows, Items, Rows
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.features import Array
@@ -218,6 +224,9 @@ def _convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) -
     if text is not None and text.mask is not None and text.mask not in rows:
         rows[text.mask] = _make_mask(rows[text.ids], text)
     rows = text.complete(rows) if text is not None else rows
+    if inputs.sound is not None and (mask := inputs.mask) is not None and mask not in rows:
+        features = next(iter(rows.values()))
+        rows[mask] = torch.ones((len(features), get_mask_length(features.shape[1], inputs)), dtype=torch.int64)
     lengths = set()
     for spec, value in zip(inputs.specs, rows.values(), strict=True):
         pixels = prod(value.shape[2:])  # height and width may differ from the configured ones, up to a limit

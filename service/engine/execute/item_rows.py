@@ -122,6 +122,8 @@ def _name_arrays(item: ArraysItem, inputs: ModelInputs) -> dict[str, Array]:
         others = {name: array for name, array in arrays.items() if name not in may_lack}
         if len(others) == 1 and (not text.takes_text or set(others) <= {None, text.ids}):
             return {text.ids: next(iter(others.values())), **further}
+    if inputs.sound is not None and inputs.mask is not None and set(arrays) <= {None, specs[0].name}:
+        return {specs[0].name: next(iter(arrays.values()))}  # the mask is one of ones
     if len(specs) == 1 and len(arrays) == 1 and not item.by_name:
         return {specs[0].name: next(iter(arrays.values()))}
     wanted = sorted(spec.name for spec in specs)
@@ -172,10 +174,17 @@ def _predict_item(item: object, inputs: ModelInputs) -> tuple[ModelInputs, Shape
     except InputError:
         return configured
     count, text = next(iter(shapes.values()))[0], tower.text
+    if tower.sound is not None and (mask := tower.mask) is not None and mask not in shapes:
+        shapes[mask] = count, get_mask_length(next(iter(shapes.values()))[1], tower)
     if text is not None:  # each text is as long as its tensor
         tokens = count, shapes[text.ids][1 + text.axis]
         shapes = dict.fromkeys(filter(None, (text.mask, text.types)), tokens) | shapes
     return tower, tuple(shapes[spec.name][1:] for spec in tower.specs), count
+
+
+def get_mask_length(frames: int, tower: ModelInputs) -> int:
+    """The entries of the mask of a sound that is sent as so many frames, without one."""
+    return tower.frames or frames
 
 
 def _count_bytes(tower: ModelInputs, shapes: Shapes) -> int:
