@@ -7,7 +7,6 @@ threads in a forked process would hang, because libgomp expects threads that do 
 from __future__ import annotations
 
 import gc
-import pickle
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -32,7 +31,7 @@ from layertap.models.sources.python import add_search_folders
 from layertap.models.spec import ModelSpec
 from layertap.service import allocator, logs
 from layertap.service.engine.execute.decode import refuse_here
-from layertap.service.engine.execute.processes.channel import Channel, connect
+from layertap.service.engine.execute.processes.channel import Channel, connect, pack
 from layertap.service.engine.execute.processes.forking import (
     LOADING_OOM_SCORE,
     WORKER_OOM_SCORE,
@@ -173,7 +172,7 @@ def _describe(model: LoadedModel) -> ModelInfo:
 def _is_light(text: TextSpec) -> bool:
     """Whether the server may have a copy of the tokenizer: it is quick, and its copy made in a few milliseconds."""
     with suppress(Exception):  # some can't be pickled
-        return text.is_fast and len(pickle.dumps((text.encode, text.encode_pair, text.encoders))) <= MAX_TOKENIZER_BYTES
+        return text.is_fast and pack((text.encode, text.encode_pair, text.encoders))[1] <= MAX_TOKENIZER_BYTES
     return False
 
 
