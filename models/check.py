@@ -119,18 +119,18 @@ def _check_source(source: ModelSource, ident: str, folders: Sequence[Path], *, r
     if source.runs_code:
         _check_factory(ident, folders)
     elif source.find_path(ident):
-        _check_directory(ident)
+        _check_directory(Path(ident), source.marks)
     elif source.downloads and not registers:
         names = list_architectures(source.library)
         if names and (ident.partition(".")[0] if source.has_tags else ident) not in names:
             raise unknown_name_error(source.library, ident, sorted(names))
 
 
-def _check_directory(ident: str) -> None:
-    """AbsentError if there is no directory in the hub's layout, or in the older sentence-transformers layout."""
-    if not any((Path(ident) / name).is_file() for name in ("config.json", "modules.json")):
-        refuse_adapter(Path(ident))
-        raise AbsentError(f"there is no directory with a config.json at {ident}")
+def _check_directory(folder: Path, marks: Sequence[str]) -> None:
+    """AbsentError if there is no directory with one of the files by which its source knows it."""
+    if not any((folder / name).is_file() for name in marks):
+        refuse_adapter(folder)
+        raise AbsentError(f"there is no directory with {marks[0]} at {folder}")
 
 
 def _check_factory(ident: str, folders: Sequence[Path]) -> None:

@@ -30,6 +30,7 @@ class ModelSource:
     library: str = ""
     # The path that an ident is or begins with; empty if there is none.
     find_path: Callable[[str], str] = lambda ident: ""
+    marks: tuple[str, ...] = ("config.json", "modules.json")  # files of which a folder at that path has one
     has_tags: bool = False  # after a dot in the name of an architecture
     downloads: bool = False  # weights that are neither a file nor a seed come from the network, architectures by name
     runs_code: bool = False  # of the operator's, which may register architectures
@@ -188,7 +189,13 @@ SOURCES: dict[str, ModelSource] = {
         find_path=str,
         has_image_options=True,
     ),
-    "open_clip": ModelSource("open_clip:DIR", "layertap.models.sources.open_clip", library="open_clip", find_path=str),
+    "open_clip": ModelSource(
+        "open_clip:PATH",
+        "layertap.models.sources.open_clip",
+        library="open_clip",
+        find_path=str,
+        marks=("open_clip_config.json",),
+    ),
     "python": ModelSource(
         "python:package.module:factory",
         "layertap.models.sources.python",

@@ -37,7 +37,9 @@ from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec, Preprocess
 
 CONFIG = "open_clip_config.json"
 FILES = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin", "model.safetensors", "pytorch_model.bin")
-FOLDER_HINT = "type open_clip:DIR of what open_clip's push_to_hf_hub wrote; a relative DIR is beside the configuration"
+FOLDER_HINT = (
+    "type open_clip:PATH of what open_clip's push_to_hf_hub wrote; a relative PATH is beside the configuration"
+)
 PICTURE, TEXT = "image", "text"
 TOKENIZER_OPTIONS = frozenset(
     {"clean", "strip_sep_token", "additional_special_tokens"}

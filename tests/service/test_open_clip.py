@@ -24,6 +24,7 @@ from layertap.models.spec import ModelSpec
 from tests.marks import slow_but
 from tests.oracle import seeded
 from tests.server import Live
+from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
 from tests.service.support import Array, Json, arrays_of, configured, image, picture, problem
 from tests.transformers_nets import tokenizer
@@ -206,6 +207,17 @@ def test_weights(tmp_path: Path) -> None:
         assert all(torch.equal(state[name], value) for name, value in saved.items())
     drawn = build_model(replace(spec, weights="random:1")).module.state_dict()
     assert not torch.equal(drawn["visual.conv1.weight"], saved["visual.conv1.weight"])
+
+
+def test_configured(command: Command, tmp_path: Path) -> None:
+    """A configuration names the folder beside it; one without the library's file is told before anything is loaded."""
+    save("siglip", tmp_path / "siglip")
+    config = tmp_path / "models.yaml"
+    config.write_text("models: [{name: net, source: 'open_clip:siglip', device: cpu}]")
+    assert command("check", "--config", config).status == 0
+    (tmp_path / "siglip" / "open_clip_config.json").unlink()
+    done = command("check", "--config", config)
+    assert (done.status, "there is no directory with open_clip_config.json" in done.notes) == (2, True), done.notes
 
 
 def change_config(folder: Path, change: Callable[[Json], None]) -> None:
