@@ -140,17 +140,18 @@ def _read_text_spec(
             encode = partial(_encode_and_fill, own, whole.padding_side, whole.pad_token_id or 0)
         typed = TYPES in names and TYPES in whole.model_input_names
         single = whole("a")["input_ids"].count(whole.sep_token_id)
-        has_pairs = single and TYPES in names and any(whole("a", "a").get(TYPES, ()))
+        has_several = TYPES in names and any(whole("a", "a").get(TYPES, ()))
+        # Without a table of types GPT-2 takes those of words; one of a single type has none for second texts.
+        is_refused = typed and (kinds is None or (kinds == 1 and has_several))
         text = replace(
             text,
             encode=encode,
-            # GPT-2 would take types, and has no table of its own for them.
-            encode_pair=partial(encode_pair, own, typed) if pairs and (kinds is not None or not typed) else None,
+            encode_pair=partial(encode_pair, own, typed) if pairs and not is_refused else None,
             digest=_digest(own.to_str() + (str(whole.chat_template) if sentence else "")),
             is_fast=sentence is None or not encodes_itself(sentence),
             truncate=SIDES[whole.truncation_side] if sentence is not None and has_limit else "none",
             side=SIDES[whole.truncation_side],
-            separators=(whole.sep_token_id, single) if has_pairs else None,
+            separators=(whole.sep_token_id, single) if single and has_several else None,
         )
         return complete_texts(text, sentence, encode) if sentence else text
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from sentence_transformers import CrossEncoder
 
 from layertap.models.spec import ModelSpec
@@ -17,7 +18,7 @@ from tests.cross_encoders import DOCUMENTS, KINDS, LONG, QUERY, TYPED, save
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import Array, Json, arrays_of, configured, problem, tensor
-from tests.transformers_nets import CLS, SEP, saved, tokenizer
+from tests.transformers_nets import CLS, SEP, TEXT, saved, tokenizer
 
 PAIRS = [(QUERY, each) for each in DOCUMENTS] + [(LONG, QUERY), (LONG, LONG), ("", "")]
 LOGITS = ".[logits]"
@@ -50,7 +51,10 @@ def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     folder = tmp_path_factory.mktemp("pairs")
     saved("gpt2", folder / "gpt2")
     tokenizer(folder / "gpt2", **TYPED)
-    names = (*KINDS, "gpt2")
+    config = transformers.BertConfig(**TEXT | {"type_vocab_size": 1}, num_labels=1)
+    transformers.BertForSequenceClassification(config).save_pretrained(folder / "one_type")
+    tokenizer(folder / "one_type", **TYPED)
+    names = (*KINDS, "gpt2", "one_type")
     specs = [ModelSpec(name, f"transformers:{folder / name}", device="cpu", load="lazy") for name in names]
     with serve(configured(*specs), deadline_s=120) as live:
         yield Served(live, folder, {})
@@ -126,16 +130,16 @@ REFUSED: dict[str, tuple[str, Json, str]] = {
     "unknown type": ("bert", {"tokens": [4, 5], "token_type_ids": [0, 2]}, "holds 2"),
     "no types": ("roberta", {"tokens": [4, 5], "token_type_ids": [0, 0]}, "takes no token types"),
     "types without a table": ("gpt2", pair("a", "dog"), "takes no pairs"),
+    "a table of one type": ("one_type", pair("a", "dog"), "takes no pairs"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(served: Served, case: str) -> None:
     model, item, detail = REFUSED[case]
-    if model != "gpt2":
+    if model in KINDS:
         served.load(model)
-    layers = [LOGITS] if model != "gpt2" else ["."]
-    error = problem(served.post(model, item, layers=layers), 422)
+    error = problem(served.post(model, item, layers=["."]), 422)
     assert any(detail in each["detail"] for each in error["errors"]), error
 
 
