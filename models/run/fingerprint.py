@@ -32,7 +32,7 @@ RECIPE = 1  # raise it when the meaning of a pooling, a preprocessing step or a 
 # Fields of an input that say what a survey sends; of its axis for rows another one than 0 counts.
 SURVEYED = frozenset({"values", "longest", "long_axis", "example", "batch_axis"})
 FOUND = frozenset({"info", "source", "is_view"})  # fields of a change that come from a catalog or another input
-Variant = Literal["prompt", "sources", "dimensions", "batch"]
+Variant = Literal["prompt", "sources", "dimensions", "precision", "batch"]
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -94,7 +94,7 @@ def digest_variant(digest: str, variant: Variant, *parts: object) -> str:
 
     ``prompt``: texts have another prompt in front than the model's own; ``sources``: changes use tensors of other
     inputs, and ``parts`` are the changes made to these; ``dimensions``: vectors are cut to their first ones;
-    ``batch``: rows depend on the other rows of their batch.
+    ``precision``: their numbers are bits; ``batch``: rows depend on the other rows of their batch.
     """
     return _digest([RECIPE, variant, digest, *parts], digest)
 

@@ -21,7 +21,7 @@ from layertap.models.run.fingerprint import digest_variant
 from layertap.models.spec import Truncate
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.errors import UnsupportedMediaError
-from layertap.service.features import Features
+from layertap.service.features import Array, Features
 from layertap.service.formats.buffers import Buffers, Encoding, view_bytes
 from layertap.service.formats.json import write_json
 from layertap.service.http.body import JSON, load_json
@@ -42,6 +42,7 @@ URL_SCHEMES = ("http://", "https://")
 STATUS = {422: 400}  # all others stay the same
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 Kind = Literal["text", "image", "tokens"]
+Precision = Literal["binary", "ubinary"]
 SomeTruncate = Annotated[Truncate, BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)]
 
 
@@ -76,7 +77,7 @@ class EmbeddingsBody(InputBody):
     model_config = ConfigDict(extra="allow")  # so that a warning can name them
 
     model: str = Field(max_length=512)  # NAME or NAME:LAYER
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: Literal["float", "base64"] | Precision | None = None
     dimensions: StrictInt | None = Field(None, ge=1)
     modality: Kind | None = None  # of strings; "tokens": lists are ids of the model's own tokenizer
     prompt: str | None = Field(None, max_length=512)  # name of a prompt in the model's folder
@@ -90,6 +91,7 @@ class AskedEmbeddings(ExtractRequest):
     model_id: str  # as sent
     dimensions: int | None
     modality: Kind | None
+    precision: Precision | None = None  # of vectors whose numbers are bits
     ignored: tuple[str, ...]  # names of fields without effect
     hints: Mapping[str, str] = field(default_factory=dict)  # fields of other servers, which may name a prompt
     chosen: dict[Hashable, AskedEmbeddings] = field(default_factory=dict)  # by what ``choose_prompt`` finds
@@ -183,6 +185,7 @@ def _read_body(
         model_id=body.model,
         dimensions=body.dimensions,
         modality=body.modality,
+        precision=body.encoding_format if body.encoding_format in ("binary", "ubinary") else None,
         ignored=tuple(others),
         hints={name: value for name in HINTS if isinstance(value := others.get(name), str)},
     )
@@ -231,9 +234,9 @@ def _read_data_uri(text: str) -> DataUri:
 
 
 def encode_embeddings(features: Features, model_id: str, encoding: Encoding) -> Buffers:
-    """Features with a single result, one vector per input, as a JSON list of float32 embeddings, exact to the bit."""
+    """Features with a single result, one vector per input, as a JSON list of embeddings, exact to the bit."""
     (vectors,) = features.arrays.values()
-    vectors = np.ascontiguousarray(vectors, "<f4")
+    vectors = np.ascontiguousarray(vectors, "<f4" if vectors.dtype.kind == "f" else vectors.dtype)
     written = map(view_bytes, vectors) if encoding == "base64" else vectors
     body = {
         "object": "list",
@@ -294,14 +297,33 @@ def shorten(features: Features, dimensions: int, *, normalize: bool = True) -> F
 
     To ``normalize`` gives each row the norm 1, or 0.
     """
-    ((key, vectors),) = features.arrays.items()
+    (vectors,) = features.arrays.values()
     if dimensions == vectors.shape[1]:
         return features
     shorter = vectors[:, :dimensions]
     if normalize:
         lengths = np.linalg.norm(shorter, axis=1, keepdims=True)
         shorter = shorter / np.where(lengths == 0, np.float32(1), lengths)
-    fingerprint = digest_variant(features.fingerprint, "dimensions", dimensions)
-    space = digest_variant(features.space, "dimensions", dimensions)
+    return _replace_vectors(features, shorter, "dimensions", dimensions)
+
+
+def pack_bits(features: Features, precision: Precision) -> Features:
+    """Features whose only result is (N, D / 8), a bit for each number above 0, with a new fingerprint.
+
+    As ``quantize_embeddings`` of sentence-transformers: uint8, for ``binary`` less 128 as int8.
+    """
+    (vectors,) = features.arrays.values()
+    packed = np.packbits(vectors > 0, axis=-1)
+    if precision == "binary":
+        packed = (packed ^ 128).view(np.int8)
+    return _replace_vectors(features, packed, "precision", precision)
+
+
+def _replace_vectors(
+    features: Features, vectors: Array, option: Literal["dimensions", "precision"], value: int | str
+) -> Features:
+    """Features with other vectors for its only result, which an option made."""
+    (key,) = features.arrays
+    fingerprint, space = (digest_variant(each, option, value) for each in (features.fingerprint, features.space))
     receipts = {key: replace(features.receipts[key], fingerprint=fingerprint, space=space)}
-    return replace(features, arrays={key: shorter}, fingerprint=fingerprint, receipts=receipts)
+    return replace(features, arrays={key: vectors}, fingerprint=fingerprint, receipts=receipts)

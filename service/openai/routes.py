@@ -107,7 +107,7 @@ def join_vectors(parts: Sequence[Features], asked: embeddings.AskedEmbeddings, f
     if (found := find_wrong_row(features)) is not None:  # these clients accept no null
         row, text = found
         raise RequestError.from_faults([Fault(f"no embedding can be given: {text}", ASK, f"/{field}/{row}", row)])
-    return features
+    return embeddings.pack_bits(features, asked.precision) if asked.precision is not None else features
 
 
 async def _describe(engine: Engine, model_id: str) -> Json:

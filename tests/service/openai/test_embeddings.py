@@ -13,6 +13,7 @@ import openai
 import pytest
 import transformers
 from openai import OpenAI
+from sentence_transformers.util import quantize_embeddings
 
 from layertap.models.digits import spec as digits
 from layertap.models.spec import ModelSpec
@@ -103,6 +104,18 @@ def test_layer(served: Live, client: OpenAI) -> None:
         expected = native(served, inputs=[image(PICTURES[0])], layers=[layer], pool=pool)
         np.testing.assert_allclose(vectors(reply), expected, atol=1e-6)
         assert reply.model == f"digits:{layer}"
+
+
+@pytest.mark.parametrize("precision", ["binary", "ubinary"])
+def test_bits(served: Live, client: OpenAI, precision: str) -> None:
+    """A bit for each number, as sentence-transformers packs them, with a fingerprint of its own."""
+    given = {"model": "bert", "input": TEXTS}
+    plain = client.embeddings.with_raw_response.create(**given)
+    reply = client.embeddings.with_raw_response.create(**given, encoding_format=precision)  # type: ignore[call-overload]
+    found = np.array([each.embedding for each in reply.parse().data])
+    expected = quantize_embeddings(vectors(plain.parse()), precision=precision)  # type: ignore[arg-type]
+    assert np.array_equal(found, expected)
+    assert reply.headers["x-layertap-fingerprint"] != plain.headers["x-layertap-fingerprint"]
 
 
 def test_aliases(served: Live, client: OpenAI) -> None:
