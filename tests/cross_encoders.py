@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,12 @@ KINDS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], dict[str, Any] | 
         {"max_length": LIMIT, "prompts": {"query": "a cat saw "}, "default_prompt_name": "query"},
     ),
 }
+# What older releases wrote into config.json, as their only note.
+OLDER: dict[str, dict[str, Any]] = {
+    "release_3": {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+    "release_4": {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh", "version": "4.0.1"}},
+}
+KINDS |= dict.fromkeys(OLDER, KINDS["bert"])
 
 
 def save(name: str, folder: Path) -> CrossEncoder:
@@ -85,6 +92,9 @@ def save(name: str, folder: Path) -> CrossEncoder:
     whole = tokenizer(folder, **options)
     whole.backend_tokenizer.post_processor = processor
     whole.save_pretrained(folder)
+    if name in OLDER:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | OLDER[name]))
     if saved is not None:
         CrossEncoder(str(folder), device="cpu", **saved).save(str(folder))
     return CrossEncoder(str(folder), device="cpu", local_files_only=True)

@@ -56,8 +56,8 @@ class CrossEncoderFolder:
 def read_cross_encoder(folder: Path, config: Any, shown: str) -> CrossEncoderFolder | None:
     """Read a folder's settings; None if no CrossEncoder saved it, LoadError if one that is not built here counts."""
     with wrap_errors(f"{FILE} of {shown} can't be used", HINT.format(FILE)):
-        saved = _read_json(folder / FILE)
-        own = _read_json(folder / OWN_FILE)
+        saved, own = _read_json(folder / FILE), _read_json(folder / OWN_FILE)
+        prompts = {str(name): str(text or "") for name, text in dict(saved.get("prompts") or {}).items()}
     is_saved, of_config = saved.get("model_type") == "CrossEncoder", getattr(config, "sentence_transformers", None)
     older = getattr(config, "sbert_ce_default_activation_function", None)
     if not is_saved and of_config is None and older is None:
@@ -71,7 +71,6 @@ def read_cross_encoder(folder: Path, config: Any, shown: str) -> CrossEncoderFol
     if isinstance(path, str) and path.startswith("torch."):  # the library passes over others too
         with wrap_errors(f"{escape(path)}, the activation of {shown}, can't be used", f"change it in {FILE}"):
             activation = ACTIVATIONS[path]()
-    prompts = {str(name): str(text or "") for name, text in dict(saved.get("prompts") or {}).items()}
     return CrossEncoderFolder(
         activation=activation,
         is_default=type(activation) is default,
