@@ -256,6 +256,7 @@ class ModelSpec:
     # on the model's GPU. Both give other numbers.
     decode: Decode = "exact"
     args: Mapping[str, Any] = field(default_factory=dict, hash=False)  # JSON values for the constructor, by name
+    constants: Mapping[str, Any] = field(default_factory=dict, hash=False)  # further arguments of forward, JSON values
     prefix: str = ""  # only a checkpoint's tensors under it are read
     strict: bool = True  # the checkpoint's names must be exactly the module's
     adapter: str = ""  # the folder of a PEFT adapter that is merged into the weights
@@ -281,12 +282,13 @@ class ModelSpec:
             raise ValueError("'idle_timeout_s' must be a number of seconds above 0")
         if any(each < 1 for each in self.dimensions):
             raise ValueError("dimensions are numbers from 1 on")
-        try:
-            json.dumps(self.args, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                "args are values as JSON has them: numbers, texts, true, false, null, lists, mappings"
-            ) from error
+        for name in ("args", "constants"):
+            try:
+                json.dumps(getattr(self, name), allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{name} are values as JSON has them: numbers, texts, true, false, null, lists, mappings"
+                ) from error
 
     @property
     def embedding_layer(self) -> str | None:

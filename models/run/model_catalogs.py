@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import prod
 from operator import itemgetter
 from statistics import median
 from typing import TypeVar
@@ -297,7 +298,9 @@ def _resize(model: LoadedModel, specs: Sequence[InputSpec]) -> Catalog | None:
     with torch.no_grad(), use_threads(_count_threads(model)), name_input_errors(specs):
         row = make_noise(specs, model.device, model.dtype, rows=1)
         row_bytes, seconds = time_call(lambda: memory.measure_peak_bytes(watch, row, model.module), model.device)
-        if seconds < QUICK_S:  # what watches it takes a part of that
+        if model.model_inputs.sound is not None:  # of which most have another length: no forward to time it
+            seconds = min(seconds, model.catalog.seconds * _compare_sizes(model.shapes, specs))
+        elif seconds < QUICK_S:  # what watches it takes a part of that
             _, seconds = time_call(lambda: model.replica(copy_rows(row)), model.device)
     catalog = resize_catalog(model.catalog, model.module, recorder, model.prefix_tokens)
     if catalog is None:
@@ -318,6 +321,11 @@ def _scale_costs(model: LoadedModel, seconds: float, row_bytes: int) -> Costs:
     costs = model.catalog.costs
     per_row = max(seconds * costs.speedup - costs.base, costs.per_row * seconds / model.catalog.seconds)
     return replace(costs, per_row=per_row, row_bytes=row_bytes)
+
+
+def _compare_sizes(shapes: Shapes, specs: Sequence[InputSpec]) -> float:
+    """How many times as many numbers a row has as one of these shapes."""
+    return sum(prod(spec.shape) for spec in specs) / sum(map(prod, shapes))
 
 
 def _measure_row_bytes(replica: Replica, row: Inputs) -> int:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,19 @@ def build_model(spec: ModelSpec) -> BuiltModel:
         report = replace(report, adapter=folder.name)
         built = replace(built, weights=f"{built.weights} + {folder.name}", report=report)
     built = _apply_configuration(built, spec)
+    if spec.constants:
+        _bind_constants(built, spec.constants, escape(spec.shown_source))
+        built = replace(built, settings=f"{built.settings}constants {describe_arguments(spec.constants)}")
     built.module.cpu().train(spec.mode == "train").requires_grad_(False)
     return built
+
+
+def _bind_constants(built: BuiltModel, constants: Mapping[str, Any], shown: str) -> None:
+    """Let a module's forward get constants by name; LoadError if it does not take one, or it is an input."""
+    inputs = {each.name.partition(".")[0] for each in built.inputs}
+    known = [name for name in list_parameters(built.module.forward) if name not in inputs]
+    refuse_unknown_arguments(constants, known, f"the forward of {shown}")
+    built.module.forward = partial(built.module.forward, **constants)
 
 
 def find_known_embeddings(module: nn.Module, row: Tensor) -> tuple[list[Choice], bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -364,3 +365,13 @@ def test_bulk(command: Command, live: Live, folders: Folders, tmp_path: Path, *,
     assert [error is None for error in rows["error"]] == [True, True, False]
     for row, (samples, _) in enumerate(sounds.values()):
         close(np.array([rows[HIDDEN][row]]), folders.hidden(samples).mean(1))
+
+
+def test_packages_that_are_missing(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the extra a sound is refused with what to install, and samples at the model's rate are still taken."""
+    for package in ("soundfile", "soxr"):
+        monkeypatch.setitem(sys.modules, package, None)
+    body = problem(ask(live, audio(WAV)), 422)
+    assert "layertap[sound]" in body["hint"]
+    problem(ask(live, {**tensor(draw(0.2)), "rate": 8000}), 422)
+    assert ask(live, {**tensor(draw(0.2)), "rate": RATE}).status_code == 200

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import timm
@@ -19,6 +20,7 @@ from layertap.models.check import list_architectures
 from layertap.models.errors import LoadError
 from layertap.models.grammar import parse_weights
 from layertap.models.inputs.presets import from_torchvision
+from layertap.models.loading import load_model
 from layertap.models.run.fingerprint import digest_architecture
 from layertap.models.sources.build import BuiltModel, build_model
 from layertap.models.sources.state_dict import digest_weights
@@ -74,6 +76,8 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "from torch import nn\n"
         "def linear():\n    return nn.Linear(4, 2)\n"
         "def broken():\n    raise FileNotFoundError('/secret/place')\n"
+        "class Scaled(nn.Module):\n    def forward(self, x, by):\n        return x * by\n"
+        "def scaled():\n    return Scaled()\n"
         "def linear_of(width, bias=True):\n    return nn.Linear(4, width, bias=bias)\n"
         "def tokens():\n    module = nn.Linear(4, 2)\n    module.num_prefix_tokens = 5\n    return module\n"
     )
@@ -235,6 +239,24 @@ def test_factory_with_each_kind_of_weights(tmp_path: Path) -> None:
     wide = built("python:operators_models:linear_of", inputs=VECTOR, args={"width": 3, "bias": False}).module
     assert isinstance(wide, nn.Linear)
     assert (wide.out_features, wide.bias) == (3, None)
+
+
+@pytest.mark.usefixtures("factories")
+def test_constants() -> None:
+    """Further arguments of a forward are those that the configuration names, in copies and fingerprints too."""
+    source = "python:operators_models:scaled"
+    spec = ModelSpec("m", source, device="cpu", inputs=VECTOR, constants={"by": 3})
+    model = load_model(spec, replicas=2)
+    row = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    for replica in model.replicas:
+        assert torch.equal(cast("Tensor", replica({"x": row})), 3 * row)
+    assert len(model.replicas) == 2
+    other = load_model(replace(spec, constants={"by": 4}))
+    assert other.identity != model.identity
+    for constants, words in (({"bye": 3}, "did you mean 'by'"), ({"x": 3}, "takes no argument 'x'")):
+        assert words in refusal(source, inputs=VECTOR, constants=constants)
+    with pytest.raises(ValueError, match="constants are values as JSON"):
+        ModelSpec("m", source, constants={"by": {1}})
 
 
 def test_configured_preprocessing() -> None:
