@@ -282,6 +282,7 @@ def test_other_models(live: Live) -> None:
     assert "takes no sounds" in body["detail"]
 
 
+@pytest.mark.slow
 def test_worker_processes(serve: Serve, folders: Folders) -> None:
     """Worker processes decode as threads do, samples too; what they refuse leaves them as they were."""
     with serve(configured(folders.spec("wav2vec2")), workers=1) as live:
