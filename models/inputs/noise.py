@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layertap.models.devices.devices import DTYPES
 from layertap.models.errors import LoadError, escape
-from layertap.models.spec import InputSpec
+from layertap.models.spec import PADDING_MASK, InputSpec
 
 ROWS, QUIET = 3, 1  # rows in a batch of noise, and the index of the quiet one
 LOUD = 3.0  # scale of the other rows, so that a batch's largest value is rarely in the quiet row
@@ -38,7 +38,10 @@ def make_noise(
                 chosen = torch.stack([row if index == QUIET else row.flip(-1) for index, row in enumerate(chosen)])
             return chosen.to(device, dtype if chosen.is_floating_point() else chosen.dtype)
         if not DTYPES[spec.dtype].is_floating_point:
-            return torch.randint(*(spec.values or (0, 2)), shape, generator=generator).to(device, DTYPES[spec.dtype])
+            drawn = torch.randint(*(spec.values or (0, 2)), shape, generator=generator)
+            if spec.is_mask and spec.values is None:  # of a row that is all padding, attention makes NaN
+                drawn[:, :1] = int(not spec.name.endswith(PADDING_MASK))
+            return drawn.to(device, DTYPES[spec.dtype])
         values = torch.randn(shape, generator=generator)
         values[:QUIET] *= LOUD
         values[QUIET + 1 :] *= LOUD

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.errors import LoadError
+from layertap.models.inputs.noise import make_noise
 from layertap.models.loading import load_model
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.oracle import record
@@ -233,6 +234,11 @@ def test_another_axis_behaves(name: str) -> None:
     ("factory", "args", "inputs"),
     [
         ("LSTM", {"input_size": 4, "hidden_size": 6}, [InputSpec("input", (5, 4))]),
+        (
+            "GRU",
+            {"input_size": 4, "hidden_size": 6, "batch_first": True},
+            [InputSpec("input", (5, 4), batch_axis=1)],
+        ),
         ("Transformer", TRANSFORMER, [InputSpec("src", (5, 8)), InputSpec("tgt", (5, 8))]),
         ("Transformer", TRANSFORMER, [InputSpec("src", (5, 8)), InputSpec("tgt", (4, 8))]),
     ],
@@ -267,3 +273,11 @@ def test_fingerprints() -> None:
     ]
     unsaid, zero, one = (load_model(entry).identity for entry in entries)
     assert unsaid == zero != one
+
+
+def test_noise_of_masks() -> None:
+    """No row of noise is all padding, whichever way its mask says it."""
+    specs = [InputSpec(name, (2,), "bool") for name in ("attention_mask", "src_key_padding_mask")]
+    keeps, pads = make_noise(specs, torch.device("cpu"), torch.float32, rows=64).values()
+    assert keeps.any(1).all()
+    assert not pads.all(1).any()
