@@ -67,7 +67,8 @@ def survey(
     rows = make_noise(inputs, device, dtype)
     # Not inference mode: what a model keeps of its first forward (tables, caches) must be fit for gradients later.
     with torch.no_grad():
-        alone = CallRecorder(module, functions=functions, axes=AxisTracker())
+        batch_axis = max(spec.batch_axis or 0 for spec in inputs)
+        alone = CallRecorder(module, functions=functions, axes=AxisTracker(), batch_axis=batch_axis)
         with name_input_errors(inputs):
             alone.watch(run, copy_row(rows))
             marks = _time_calls(module, run, copy_row(rows), device)

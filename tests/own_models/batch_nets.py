@@ -52,6 +52,18 @@ class Positions(nn.Module):
         return torch.as_tensor(self.head(self.rnn(self.table(ids) + self.positions)[0][-1]))
 
 
+class Stateful(nn.Module):
+    """Begins with a state of its own, which is of a single row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames, self.rnn = nn.Linear(4, 6), nn.GRU(6, 6, 2)
+        self.register_buffer("state", torch.empty(2, 1, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.rnn(self.frames(x), self.state)[0])
+
+
 class Packed(nn.Module):
     """Sequences of several lengths, packed for a recurrent layer."""
 
@@ -143,6 +155,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "time_first": TimeFirst,
     "recurrence": Recurrence,
     "positions": Positions,
+    "stateful": Stateful,
     "packed": Packed,
     "sorted": lambda: Packed(is_sorted=True),
     "lengths": Lengths,

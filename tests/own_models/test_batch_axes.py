@@ -30,6 +30,7 @@ INPUTS: dict[str, tuple[InputSpec, ...]] = {
     "time_first": (InputSpec("x", (5, 4), batch_axis=1, longest=9),),
     "recurrence": (InputSpec("x", (5, 4), batch_axis=1),),
     "positions": (InputSpec("ids", (5,), "int64", values=(0, 20), batch_axis=1),),
+    "stateful": (InputSpec("x", (5, 4), batch_axis=1),),
     "packed": (InputSpec("x", (5, 4)), LENGTHS),
     "sorted": (InputSpec("x", (5, 4)), LENGTHS),
     "lengths": (InputSpec("x", (5, 4)), LENGTHS),
@@ -100,7 +101,9 @@ def check(asker: Asker, name: str, rows: list[dict[str, Tensor]]) -> set[Any]:
     return missing
 
 
-@pytest.mark.parametrize("name", ["lstm", "encoder", "translation", "time_first", "recurrence", "positions", "lengths"])
+@pytest.mark.parametrize(
+    "name", ["lstm", "encoder", "translation", "time_first", "recurrence", "positions", "stateful", "lengths"]
+)
 def test_every_tensor(asker: Asker, name: str) -> None:
     """All that enters and leaves any layer, beside other rows and alone."""
     rows = [draw(name, number) for number in range(3)]
