@@ -269,17 +269,17 @@ def _apply_configuration(
 @label_failures("forward")
 def _check_row_axes(module: nn.Module, catalog: Catalog) -> tuple[str, ...]:
     """A warning if rows may not be on the axis where a model has its batch; LoadError if it is torch's own module."""
-    inputs, found = format_names([*map(escape, catalog.traits.batch_axes)]), dict[str, int | None]()
+    inputs, found = format_names([*map(escape, catalog.traits.batch_axes)]), dict[str, int]()
     for name, part in module.named_modules():
         batch_first = getattr(part, "batch_first", None)
         layer = catalog.layers.get(name or ".") if catalog.batches and isinstance(batch_first, bool) else None
         for info in [info for each in layer.calls for info in each.input.tensors] if layer else []:
-            time = int(bool(batch_first)) if len(info.shape) >= len("NTC") else 0
+            time = 1 if batch_first and len(info.shape) >= len("NTC") else 0  # of two axes the first is time
             if info.path in SEQUENCES and info.row_axis == time:
                 found[escape(name or ".")] = time
-    names, text = format_names([*found]), ""
+    text = ""
     if found:
-        text = f"rows come on axis {next(iter(found.values()))}, which {names} takes for time"
+        text = f"rows come on axis {next(iter(found.values()))}, which {format_names([*found])} takes for time"
     how = ["set batch_axis of the input", *(["set its batch_first, or move the axis before it"] if found else [])]
     if inputs:
         text = f"rows on axis 0 of {inputs} affect each other, and on axis 1 they would not"
