@@ -229,18 +229,30 @@ SEVERAL: dict[str, tuple[Make, dict[str, Any]]] = {
     "late_least": (lambda folder: _vectors(folder, query_expansion=LEAST, document_length=9), QUERY),
 }
 OLDER = ("older", "oldest")
+PYLATE = {
+    "model_type": "ColBERT",
+    "query_prefix": "[CLS] ",  # a token of its own
+    "document_prefix": "the dog ",
+    "query_length": 10,
+    "document_length": 9,
+    "attend_to_expansion_tokens": False,
+    "skiplist_words": ["dog"],
+}
 CHAT = {"chat_template": TEMPLATE}
 
 
 def get_library(name: str) -> Any:
     """The library's class of a folder."""
-    return SparseEncoder if name in SPARSE else MultiVectorEncoder if name in SEVERAL else SentenceTransformer
+    several = name in SEVERAL or name == "pylate"
+    return SparseEncoder if name in SPARSE else MultiVectorEncoder if several else SentenceTransformer
 
 
 def save(name: str, folder: Path) -> None:
     """Write a folder."""
     if name in OLDER:
         return _save_older(folder, nested=name == "oldest")
+    if name == "pylate":
+        return _save_pylate(folder)
     make, options = (VECTORS | SPARSE | SEVERAL)[name]
     torch.manual_seed(0)
     parts = make(folder)
@@ -254,6 +266,27 @@ def save(name: str, folder: Path) -> None:
 def _save_encoder(kind: str, folder: Path, **options: Any) -> None:
     seeded(ENCODERS[kind](), 0).eval().save_pretrained(folder)
     tokenizer(folder, **options)
+
+
+def _save_pylate(folder: Path) -> None:
+    """As PyLate's release 1 wrote it: a transformer and a layer for each token; the rest is among the settings."""
+    _save_encoder("bert", folder, mask_token="cat")
+    dense = seeded(_dense(32, 8, None, bias=False), 1)
+    (folder / "1_Dense").mkdir()
+    dense.save(str(folder / "1_Dense"))
+    entries = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Dense", "type": "pylate.models.Dense.Dense"},
+    ]
+    config = {"in_features": 32, "out_features": 8, "bias": False}
+    config["activation_function"] = "torch.nn.modules.linear.Identity"
+    for path, value in {
+        "modules.json": entries,
+        "1_Dense/config.json": config,
+        "config_sentence_transformers.json": PYLATE,
+        "sentence_bert_config.json": {"max_seq_length": LIMIT, "do_lower_case": False},
+    }.items():
+        (folder / path).write_text(json.dumps(value))
 
 
 def save_m3(folder: Path) -> tuple[nn.Linear, nn.Linear]:

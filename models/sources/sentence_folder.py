@@ -95,6 +95,7 @@ class SentenceFolder:
         own = self.tokenizing.get_config_dict() if self.tokenizing else None
         final = self.final
         limits = [getattr(final, name, None) for name in ("dimensions", "active")]
+        limits += [getattr(each, "max_seq_length", None) for each in self.inputs.values()]
         return repr((modules, own, self.model.prompts.get(self.model.default_prompt_name), limits))
 
     def attach(self, module: nn.Module, *, all_layers: bool, vocabulary: int) -> None:
@@ -158,6 +159,8 @@ def _make_folder(model: Any, shown: str) -> SentenceFolder:
     names = {}
     for number, part in enumerate(model):
         if number or not _is_transformer(part):
+            if not hasattr(part, "name"):  # the library added it to an older folder
+                part.__class__ = _adapt(type(part), shown, None)
             names[getattr(part, "name", None) or f"{number}_{type(part).__name__}"] = part
     inputs = dict.fromkeys(TASKS, model[0])
     for part in names.values():

@@ -25,8 +25,9 @@ from tests.service.conftest import Serve
 from tests.service.support import Array, arrays_of, configured, encode, image, problem
 
 SENTENCES = ["a cat sat on the mat", "the DOG", "", "a red dog and a cat saw the cat on the mat and the dog sat"]
-ALL = (*VECTORS, *SPARSE, *SEVERAL, *OLDER)
-QUICK = ("prompts", "without_prompt", "chat", "static", "recurrent", "ways", "late_least")
+LATE = (*SEVERAL, "pylate")
+ALL = (*VECTORS, *SPARSE, *LATE, *OLDER)
+QUICK = ("prompts", "without_prompt", "chat", "static", "recurrent", "ways", "late_least", "pylate")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Folders:
         self.get_library(name)
         body = {"model": name, "inputs": [{"text": text} for text in SENTENCES], **fields}
         (found,) = arrays_of(self.live.client.post("/extract", json=body)).values()
-        return [each[np.abs(each).sum(-1) > 0] for each in found] if name in SEVERAL else list(found)
+        return [each[np.abs(each).sum(-1) > 0] for each in found] if name in LATE else list(found)
 
     def embed(self, model: str, **fields: object) -> Array:
         """The vectors of the other dialect, for texts that have some in every model."""
@@ -87,7 +88,7 @@ def test_as_the_library(folders: Folders, name: str) -> None:
     for prompt in (None, "query", "document"):
         close(folders.extract(name, **{"prompt": prompt} if prompt else {}), folders.encode(name, prompt))
     body = folders.live.client.get(f"/models/{name}").json()
-    assert body["embedding"] == ("token_embeddings" if name in SEVERAL else "sentence_embedding")
+    assert body["embedding"] == ("token_embeddings" if name in LATE else "sentence_embedding")
     assert "modules.json" in body["embedding_choice"]["reason"]
 
 

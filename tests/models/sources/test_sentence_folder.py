@@ -80,6 +80,29 @@ def test_without_the_library(tmp_path: Path) -> None:
     assert "transformers:BertModel" in done.stdout
 
 
+@pytest.mark.parametrize("name", ["without_prompt", "heads", "ways", "late_fixed"])
+def test_several_tasks_in_a_forward(tmp_path: Path, name: str) -> None:
+    """Rows of a query, of a document and of neither, in one forward: each as by itself."""
+    save(name, tmp_path)
+    built = build_model(_spec(tmp_path))
+    text = built.text
+    assert text is not None
+    assert text.encode is not None
+    encoders = [text.encode, text.encoders["query"], text.encoders["document"]]
+    rows = [encode("the cat saw a dog", text.max_tokens, "end")[0] for encode in encoders]
+    length = max(map(len, rows))
+    ids = torch.tensor([row + [text.pad] * (length - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+    layer = built.embeddings[0][0].layer
+    with torch.no_grad():
+        together = built.module(ids, mask)[layer]
+        for number, row in enumerate(rows):
+            alone = built.module(torch.tensor([row]), torch.ones(1, len(row), dtype=torch.int64))[layer][0]
+            found = together[number] if alone.ndim == 1 else together[number, : len(row)]
+            torch.testing.assert_close(found, alone, rtol=1e-5, atol=2e-6)
+    assert (together[1] - together[2]).abs().max() > 1e-3
+
+
 def test_heads_of_tokens(tmp_path: Path) -> None:
     """BGE-M3's other heads: the largest weight of each word, and a vector for each token after the first."""
     sparse, vectors = save_m3(tmp_path)
