@@ -1,5 +1,7 @@
-"""Short texts to ``/v1/embeddings`` beside infinity: ``python -m bench.texts --rounds 5``.
+"""Short texts to ``/v1/embeddings`` beside infinity: ``python -m bench.texts --infinity PROGRAM --rounds 5``.
 
+``PROGRAM`` is ``bin/infinity_emb`` of an environment with ``infinity-emb[torch,server]==0.0.77``,
+``transformers<4.50``, ``sentence-transformers<4`` and ``click<8.2``: newer versions do not fit together.
 Both serve one folder of sentence-transformers with the seeded weights of a MiniLM (6 layers, 384 channels). Rounds
 alternate; CPU time is that of all processes of a server.
 """
@@ -20,7 +22,6 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from bench import peers
 from bench.serving.client import Ask, Connection, Figures, Sending, loaded
 from bench.serving.server import Server, running
 from bench.startup import HOST, LAYERTAP, free_port
@@ -35,18 +36,20 @@ PARTS = ("Transformer", "Pooling", "Normalize")
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.texts", description=__doc__)
+    parser.add_argument("--infinity", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=5)
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--json", type=Path, help="where figures of each round are written")
     chosen = parser.parse_args()
-    if missing := peers.missing("infinity"):
-        sys.exit(missing)
     with TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         bodies = write_bodies(folder)
         save_model(folder / NAME)
-        servers = {each: stack.enter_context(running(*start, folder / each)) for each, start in _commands(folder)}
+        servers = {
+            each: stack.enter_context(running(*start, folder / each))
+            for each, start in _commands(folder, chosen.infinity)
+        }
         vectors = {each: _ask(server, PATHS[each], bodies[0]) for each, server in servers.items()}
         difference = float(np.abs(vectors["server"] - vectors["infinity"]).max())
         if not difference <= CLOSE:
@@ -104,15 +107,14 @@ def save_model(folder: Path) -> None:
     (folder / parts[1] / "config.json").write_text(json.dumps(pooling))
 
 
-def _commands(folder: Path) -> list[tuple[str, tuple[list[str], int]]]:
+def _commands(folder: Path, program: Path) -> list[tuple[str, tuple[list[str], int]]]:
     """What starts each server, and its port."""
     ours, theirs = free_port(), free_port()
     config = folder / "models.yaml"
     config.write_text(yaml.safe_dump({"models": [{"name": NAME, "source": f"transformers:{folder / NAME}"}]}))
     for name in PATHS:
         (folder / name).mkdir()
-    program = str(peers.python("infinity").with_name("infinity_emb"))
-    infinity = [program, "v2", "--model-id", str(folder / NAME), "--served-model-name", NAME, "--device", "cpu"]
+    infinity = [str(program), "v2", "--model-id", str(folder / NAME), "--served-model-name", NAME, "--device", "cpu"]
     infinity += ["--engine", "torch", "--no-bettertransformer", "--dtype", "float32", "--log-level", "warning"]
     return [
         ("server", ([*LAYERTAP, "serve", "--host", HOST, "--port", str(ours), "--config", str(config)], ours)),

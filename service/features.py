@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any
 
@@ -129,10 +130,10 @@ class Features:
     top_classes: tuple[tuple[TopClass, ...], ...] = ()  # of each row, best first
     top_effects: tuple[tuple[TopEffect, ...], ...] = ()  # of each row, largest first
 
-    @property
+    @cached_property
     def space(self) -> str:
         """The space of all results, "" if they have several."""
-        return get_common([receipt.space for receipt in self.receipts.values()])
+        return get_common(receipt.space for receipt in self.receipts.values())
 
     @property
     def nbytes(self) -> int:

@@ -59,6 +59,5 @@ def missing(name: str, environments: Path = ENVIRONMENTS) -> str:
 PEERS: dict[str, Peer] = {
     "naive": Peer("/extract", "json", various=True, packages=False),
     "litserve": Peer("/predict", "npy"),
-    "infinity": Peer("/embeddings", "json"),
     "torchserve": Peer("/predictions/model", "npy", programs={"java": "apt-get install default-jre-headless"}),
 }

@@ -355,9 +355,9 @@ def _names_unseen_calls(request: ExtractRequest, catalog: Catalog) -> bool:
 
 def complete_texts(request: ExtractRequest, sent: SentInputs, model: ModelInfo) -> SentInputs:
     """The inputs with the name of the request's prompt and how to cut each text; RequestError for an unknown prompt."""
-    find_prompt(request, model)
-    if model.model_inputs.text is None or (request.prompt is None and request.truncate is None):
+    if request.prompt is None and (request.truncate is None or model.model_inputs.text is None):
         return sent
+    find_prompt(request, model)
     completed = {  # a shared item stays shared
         id(item): replace(item, truncate=request.truncate, prompt=request.prompt)
         if isinstance(item, TextItem)

@@ -234,14 +234,12 @@ RARE = {
     # Of a compiled plan, which takes long to compile; of windows, layers that take several inputs of a row; of sounds.
     "Receipt": {"forward", "entries_per_row", "row_order", "truncated", "source_rates", "seconds_per_step"},
     "Checkpoint": {"adapter"},  # of a folder of peft
-    "ModelInput": {"batch_axis"},  # of a model with time first
     "TextInputs": {"cuts", "prompts", "default_prompt"},  # of a sentence-transformers folder
     "Model": {
         "replacement",
         "outputs",
         "cast",
     },  # while another version loads; of scores that are not logits; of dtypes
-    "ModelInput": {"batch_axis"},  # of a model with time first
     "TopClassReply": {"activation"},  # of a class with many labels
     "Replacement": {"state", "reason"},
     "LibraryPreprocessing": {"processor", "settings", "background", "decode"},  # of a folder of transformers
