@@ -98,9 +98,14 @@ class SentenceFolder:
         limits += [getattr(each, "max_seq_length", None) for each in self.inputs.values()]
         return repr((modules, own, self.model.prompts.get(self.model.default_prompt_name), limits))
 
-    def attach(self, module: nn.Module, *, all_layers: bool, vocabulary: int) -> None:
-        """Let a transformer's forward run the folder's other modules."""
+    def attach(self, module: nn.Module, shown: str, *, all_layers: bool, vocabulary: int, two_towers: bool) -> None:
+        """Let a transformer's forward run the folder's other modules; LoadError if they read of another method."""
         own, outputs = self.tokenizing, dict[str, tuple[tuple[str, ...], str]]()
+        methods = {str(each["method"]) for each in own.modality_config.values()}
+        if methods != ({"get_text_features", "get_image_features"} if two_towers else {"forward"}):
+            raise _refuse(
+                shown, f"reads {escape(', '.join(sorted(methods)))} of its transformer, which is not built here"
+            )
         for modality, name in (("text", "input_ids"), ("message", "input_ids"), ("image", "pixel_values")):
             if modality in own.modality_config:  # the library makes messages of texts if it can
                 path = own.modality_config[modality]["method_output_name"]
@@ -112,7 +117,7 @@ class SentenceFolder:
             outputs,
             _load_heads(own, vocabulary),
             all_layers=all_layers,
-            vocabulary=vocabulary if self.has_marks else None,
+            vocabulary=vocabulary if self.has_marks and vocabulary else None,
             attends=(own.query_expansion or {}).get("attend", True),
         )
 
@@ -169,6 +174,9 @@ def _make_folder(model: Any, shown: str) -> SentenceFolder:
             firsts = {task: part.sub_modules[part._resolve_route(task, "text")][0] for task in TASKS}
             inputs = firsts if part is model[0] else inputs
             for sequence in part.sub_modules.values():
+                later = [*sequence][part is model[0] :]
+                if any(_is_transformer(each) or _is_router(each) for each in later):
+                    raise _refuse(shown, "has a Router inside of which others begin, which is not built here")
                 if _is_transformer(sequence[0]):
                     sequence[0] = HiddenStates()
         elif "task" in getattr(part, "forward_kwargs", ()):
@@ -285,6 +293,8 @@ def _load_part(cls: Any, folder: Path, shown: str, options: dict[str, Any]) -> A
         activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")
         if kind.__name__ == "Dense" and activation not in ACTIVATIONS:  # the library would take another
             raise _refuse(shown, f"has a Dense with {escape(str(activation))}, which is not built here")
+        if kind.__name__ == "SparseStaticEmbedding" and config.get("path"):
+            raise _refuse(shown, "has its weights elsewhere, which are not read here")
         if kind.__name__ == "WordEmbeddings" and str(config["tokenizer_class"]).rpartition(".")[2] not in TOKENIZERS:
             raise _refuse(shown, f"has {escape(str(config['tokenizer_class']))}, which is not built here")
         part = kind.load(str(folder), **LOCAL, **options)

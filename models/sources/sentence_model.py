@@ -45,12 +45,12 @@ class FinalEmbedding(nn.Module):
     def __init__(self, dimensions: int | None, active: int | None) -> None:
         super().__init__()
         self.dimensions, self.active = dimensions, active
+        self.select: Any = importlib.import_module("sentence_transformers.util").select_max_active_dims
 
     def forward(self, value: Tensor) -> Tensor:
         """(N, C) → (N, D)."""
-        library = importlib.import_module("sentence_transformers.util")
-        chosen: Tensor = library.select_max_active_dims(value[:, : self.dimensions], self.active)
-        return chosen
+        chosen: Tensor = value[:, : self.dimensions]
+        return chosen if self.active is None else self.select(chosen, self.active)
 
 
 class FinalTokens(nn.Module):
@@ -131,17 +131,20 @@ def run_parts(module: nn.Module, names: Sequence[str], features: Features) -> Fe
             features = features | part(features)
             continue
         tasks = features.get(TASK, features[MASK].new_zeros(len(features[MASK])))
-        by_way = {way: part(features, task=way) for way in dict.fromkeys(ways)}
+        by_way = {way: features | part(features, task=way) for way in dict.fromkeys(ways)}
         chosen = by_way[ways[0]]
         for number, way in enumerate(ways):
             if way != ways[0]:
-                chosen = {key: _select(tasks == number, by_way[way][key], value) for key, value in chosen.items()}
-        features = features | chosen
+                other = by_way[way]
+                chosen = {
+                    key: _select(tasks == number, other[key], each) for key, each in chosen.items() if key in other
+                }
+        features = chosen
     return features
 
 
-def _select(rows: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return torch.where(rows.view(-1, *(1,) * (one.ndim - 1)), one, other)
+def _select(rows: Tensor, one: Any, other: Any) -> Any:
+    return one if one is other else torch.where(rows.view(-1, *(1,) * (one.ndim - 1)), one, other)
 
 
 def finish(module: Any, features: Features) -> Features:
@@ -223,7 +226,8 @@ def _run_router(kind: Any, part: Any, features: Features, task: str | None = Non
     changed: Features = {}
     route: Any = part.sub_modules[part._resolve_route(task, "text")]
     for module in route:
-        changed |= module({**features, **changed})
+        given = {"task": task} if "task" in getattr(module, "forward_kwargs", ()) else {}
+        changed |= module({**features, **changed}, **given)
     return changed
 
 

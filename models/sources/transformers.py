@@ -159,7 +159,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     if sentence:
         ids = text.vocabulary if text else 0
         vocabulary = ids // count_marks() if sentence.has_marks else ids
-        sentence.attach(module, all_layers=all_layers, vocabulary=vocabulary)
+        sentence.attach(module, shown, all_layers=all_layers, vocabulary=vocabulary, two_towers=two_towers)
         described += sentence.describe()
     elif text and not two_towers and (scores := read_cross_encoder(folder, config, shown)):
         attach_scores(module, scores)
