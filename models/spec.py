@@ -256,6 +256,7 @@ class ModelSpec:
     # on the model's GPU. Both give other numbers.
     decode: Decode = "exact"
     args: Mapping[str, Any] = field(default_factory=dict, hash=False)  # JSON values for the constructor, by name
+    sound_rate: int | None = None  # its only input is the samples of sounds, so many a second
     constants: Mapping[str, Any] = field(default_factory=dict, hash=False)  # further arguments of forward, JSON values
     prefix: str = ""  # only a checkpoint's tensors under it are read
     strict: bool = True  # the checkpoint's names must be exactly the module's
@@ -280,6 +281,8 @@ class ModelSpec:
             raise ValueError("an input is a dictionary, by its entries' names, or an input of its own, not both")
         if self.idle_timeout_s is not None and not 0 < self.idle_timeout_s < inf:
             raise ValueError("'idle_timeout_s' must be a number of seconds above 0")
+        if self.sound_rate is not None and self.sound_rate < 1:
+            raise ValueError("sound_rate is a number of samples a second, from 1 on")
         if any(each < 1 for each in self.dimensions):
             raise ValueError("dimensions are numbers from 1 on")
         for name in ("args", "constants"):

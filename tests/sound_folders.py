@@ -14,7 +14,7 @@ import soundfile
 import soxr
 import transformers
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.oracle import Key, record, seeded
 
@@ -245,3 +245,14 @@ def run(kind: Kind, module: Any, features: dict[str, Tensor]) -> dict[Key, Tenso
         return record(module, **given)
     finally:
         vars(module).pop("forward", None)
+
+
+class Waves(nn.Module):
+    """A net of samples and their rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 4, 32, 16)
+
+    def forward(self, x: Tensor, sr: int) -> Tensor:
+        return self.conv(x[:, None]) * (sr / 16000)

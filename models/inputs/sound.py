@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from layertap.models.errors import InputError
 from layertap.models.inputs.preprocess import Preprocessing
-from layertap.models.spec import Decode
+from layertap.models.spec import Decode, InputSpec
 
 RECIPE = "channels averaged in float32, resampled by soxr HQ"  # what comes before the library's own steps
 MASK = "attention_mask"
@@ -72,6 +73,16 @@ class SoundProcessor:
         """False: it gets no pictures."""
         del decode
         return False
+
+
+def make_samples_processor(spec: InputSpec, rate: int) -> SoundProcessor:
+    """How sounds become rows of an input that takes their samples, (samples,) or (channels, samples)."""
+    channels = spec.shape[0] if len(spec.shape) == 2 else 1
+    return SoundProcessor("samples", "", rate, channels, partial(_pass_samples, spec.name, len(spec.shape)))
+
+
+def _pass_samples(name: str, axes: int, samples: NDArray[np.float32]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(samples).reshape(1, *(1,) * (axes - samples.ndim), *samples.shape)}
 
 
 Media = Preprocessing | SoundProcessor  # how encoded pictures or sounds become rows

@@ -19,7 +19,7 @@ from layertap.models.errors import LoadError, escape, find_nearest, label_failur
 from layertap.models.grammar import SOURCES, WeightsSource, parse_source, parse_weights
 from layertap.models.inputs.model_inputs import TextSpec
 from layertap.models.inputs.noise import check_examples
-from layertap.models.inputs.sound import Media
+from layertap.models.inputs.sound import Media, SoundProcessor, make_samples_processor
 from layertap.models.labels import Labels, Outputs
 from layertap.models.sources.checkpoints import StateDict, read_checkpoint, wrap_errors
 from layertap.models.sources.state_dict import LoadReport, load_state_dict, merge_adapter
@@ -212,6 +212,8 @@ def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:
     if spec.inputs is not None:
         check_examples(spec.inputs)
         built = replace(built, inputs=spec.inputs)
+    if spec.sound_rate is not None:
+        return replace(built, pictures=_take_samples(built, spec.sound_rate))
     if spec.preprocess == "preset":
         return built
     if spec.preprocess == "none":
@@ -219,6 +221,15 @@ def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:
             return replace(built, pictures=TO_TENSOR)
         return replace(built, pictures="its entry says preprocess: none")
     return _choose_preprocessing(built, spec.preprocess, fixed=spec.inputs is not None)
+
+
+def _take_samples(built: BuiltModel, rate: int) -> SoundProcessor:
+    """How sounds become rows of a model's samples; LoadError if it has another input."""
+    first = built.inputs[0]
+    if len(built.inputs) > 1 or len(first.shape) > 2 or first.dtype != "float32":
+        detail = "sound_rate is of a model whose only input is float32 samples, and it has another"
+        raise LoadError(detail, hint="leave it out, or type inputs: [{name: x, shape: [16000], longest: 480000}]")
+    return make_samples_processor(first, rate)
 
 
 def _choose_preprocessing(built: BuiltModel, wanted: PreprocessSpec, *, fixed: bool) -> BuiltModel:

@@ -15,20 +15,44 @@ import httpx
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from layertap.models.spec import ModelSpec
+from layertap.models.spec import InputSpec, ModelSpec
 from layertap_client import Client
 from tests import sound_folders
 from tests.server import Live
 from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, image, npy, picture, problem, raw, tensor, text64
+from tests.service.support import (
+    Array,
+    Json,
+    arrays_of,
+    configured,
+    copy_module,
+    image,
+    npy,
+    picture,
+    problem,
+    raw,
+    tensor,
+    text64,
+)
 from tests.sound_folders import KINDS, draw, encode, load, make_features, run
 
 QUICK = ("wav2vec2", "wav2vec2_bert", "whisper", "clap")
 HIDDEN, CONVOLVED = ".[last_hidden_state]", "feature_extractor"
 RATE = 16000
 WAV, FILE = encode(draw(0.6)), "sound.wav"
+SAMPLES = (InputSpec("x", (RATE,), longest=10 * RATE),)
+OWN = ModelSpec(
+    "own",
+    "python:tests.sound_folders:Waves",
+    weights="random:0",
+    device="cpu",
+    inputs=SAMPLES,
+    sound_rate=RATE,
+    constants={"sr": 8000},
+)
 LIMITS = {"max_sound_s": 2.0, "max_samples": 100_000}
 
 
@@ -79,7 +103,7 @@ def address(folders: Folders) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def live(serve: Serve, folders: Folders, address: str) -> Iterator[Live]:
     urls = {"allow_urls": address, "allow_private_urls": address}
-    with serve(configured(*(folders.spec(name) for name in folders.modules)), **LIMITS, **urls) as live:
+    with serve(configured(*(folders.spec(name) for name in folders.modules), OWN), **LIMITS, **urls) as live:
         yield live
 
 
@@ -301,6 +325,17 @@ def test_fingerprints(live: Live) -> None:
     }
     assert [len(each) for each in found.values()] == [1, 1]
     assert not found["wav2vec2"] & found["unscaled"]
+
+
+def test_own_models(live: Live) -> None:
+    """A model of one's own that takes samples takes files at its rate, with constants of its forward."""
+    module = copy_module(live, "own")
+    sounds = [encode(draw(0.5, 44100, 2), 44100), WAV]
+    found = arrays_of(ask(live, *map(audio, sounds), model="own", layers=["."]))
+    for index, data in enumerate(sounds):
+        samples = torch.from_numpy(load(data, RATE)).mean(1)[None]
+        with torch.no_grad():
+            close(found[f"..input{index}"], (module.conv(samples[:, None]) / 2).numpy())
 
 
 def test_urls(live: Live, folders: Folders, address: str) -> None:

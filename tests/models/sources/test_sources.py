@@ -259,6 +259,16 @@ def test_constants() -> None:
         ModelSpec("m", source, constants={"by": {1}})
 
 
+@pytest.mark.usefixtures("factories")
+def test_refused_rates() -> None:
+    """A rate is of a model whose only input is samples."""
+    source = "python:operators_models:linear"
+    for inputs in ((*VECTOR, InputSpec("y", (4,))), (InputSpec("x", (4,), "int64"),), (InputSpec("x", (1, 1, 4)),)):
+        assert "only input is float32 samples" in refusal(source, inputs=inputs, sound_rate=16000)
+    with pytest.raises(ValueError, match="from 1 on"):
+        ModelSpec("m", source, sound_rate=0)
+
+
 def test_configured_preprocessing() -> None:
     """None turns images off, a spec replaces the preset, and the input's shape follows its crop."""
     source = "torchvision:squeezenet1_1"
