@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from layertap.models.spec import ModelSpec
+from tests.cross_encoders import save
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import arrays_of, configured
@@ -70,17 +72,41 @@ def live(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
     folder = tmp_path_factory.mktemp("models") / "bert"
     saved("bert", folder)
     tokenizer(folder)
-    with serve(configured(ModelSpec("bert", f"transformers:{folder}", device="cpu"))) as live:
+    save("bert", folder.parent / "reranker")
+    specs = [ModelSpec(name, f"transformers:{folder.parent / name}", device="cpu") for name in ("bert", "reranker")]
+    with serve(configured(*specs)) as live:
         yield live
+
+
+def run(live: Live, python: Path, code: str) -> Any:
+    """What code prints last, as JSON."""
+    code = f"import json\nURL, TEXTS = {live.url!r}, {TEXTS!r}\n{code}"
+    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it asks the network for prices
+    done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("library", ASK)
 def test_vectors(live: Live, python: Path, library: str) -> None:
     """The library's vectors are those of ``POST /extract``."""
-    code = f"import json\nURL, TEXTS = {live.url!r}, {TEXTS!r}\n{ASK[library]}"
-    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it asks the network for prices
-    done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
     body = {"model": "bert", "normalize": True, "inputs": [{"text": text} for text in TEXTS]}
     (expected,) = arrays_of(live.client.post("/extract", json=body)).values()
-    np.testing.assert_allclose(json.loads(done.stdout.splitlines()[-1]), expected, atol=1e-6)
+    np.testing.assert_allclose(run(live, python, ASK[library]), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("provider", "path"), [("infinity", ""), ("hosted_vllm", ""), ("cohere", "/v1/rerank"), ("jina_ai", "/v1/rerank")]
+)
+def test_ranks(live: Live, python: Path, provider: str, path: str) -> None:
+    """As a client of four servers reads the order and the scores; infinity's documents would be plain texts."""
+    code = f"""
+from litellm import rerank
+asked = dict(query=TEXTS[0], documents=TEXTS, top_n=2, api_base=URL + {path!r}, api_key="any")
+asked["return_documents"] = {provider != "infinity"}
+reply = rerank(model="{provider}/reranker", **asked)
+print(json.dumps([[each["index"], each["relevance_score"]] for each in reply.results]))
+"""
+    body = {"model": "reranker", "query": TEXTS[0], "documents": TEXTS, "top_n": 2}
+    expected = live.client.post("/rerank", json=body).json()["results"]
+    assert run(live, python, code) == [[each["index"], each["relevance_score"]] for each in expected]
