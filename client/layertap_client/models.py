@@ -77,18 +77,21 @@ class Model:
 class Models(Listing[Model]):
     """All models of a server; by number, or by name.
 
-    ``default`` is the one that is meant where none is named; ``limits`` has what requests must keep within.
+    ``default`` is the one that is meant where none is named; ``limits`` has what requests must keep within;
+    ``aliases`` are other names, each with its model's.
     """
 
     headers = ("model", "state", "source", "device", "dtype", "input", "embedding")
     default: str
     limits: Mapping[str, float]
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Models:
         """Models as ``GET /models`` tells of them."""
         models = tuple(map(Model.read, document["models"]))
-        return cls(models, str(document.get("default") or ""), dict(document["limits"]))
+        default, aliases = str(document.get("default") or ""), dict(document.get("aliases") or {})
+        return cls(models, default, dict(document["limits"]), aliases)
 
 
 @dataclass(frozen=True, repr=False)

@@ -40,6 +40,7 @@ from layertap.models.spec import InputSpec
 TIME = "TLQK"  # axes of time in layouts
 MAX_TIMED, ENOUGH_S = 5, 0.1  # timed forwards: how many at most, and after how many seconds no further one
 MAX_APART = 3  # inputs that share a length of their own
+MIN_APART = 4  # their length: half of a shorter one is 1, which fits beside any other
 # What torch and models raise for a wrong shape.
 SHAPE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
@@ -184,7 +185,7 @@ def _list_varying(
     varying = [spec for spec in inputs if spec.longest is not None or spec.shape[:1] in masks]
     if not any(spec.is_mask for spec in varying):
         return varying
-    others = [spec for spec in varying if not spec.is_mask]
+    others = [spec for spec in varying if not spec.is_mask and spec.length >= MIN_APART]
     apart = list[InputSpec]()
     for size in range(1, min(len(others), MAX_APART + 1)):
         for chosen in combinations([spec for spec in others if spec not in apart], size):

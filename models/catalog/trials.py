@@ -79,7 +79,7 @@ def try_padding(run: Forward, text: TextSpec, device: torch.device, tolerance: f
     """
     if text.mask is None or text.max_tokens < SHORT + IN_FRONT:
         return text.pads, "as sent"
-    long = InputSpec(text.ids, (min(text.max_tokens, LONG),), "int64", values=(0, text.vocabulary))
+    long = InputSpec(text.ids, (min(text.max_tokens, LONG),), "int64", values=(0, text.vocabulary * text.marks))
     drawn = make_noise([long], device, torch.float32)[text.ids]
     short, padding = drawn[:1, :SHORT], torch.full_like(drawn[:1], text.pad)
 

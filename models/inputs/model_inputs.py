@@ -52,6 +52,8 @@ class TextSpec:
     # For each prompt the tokenizer of texts with it, and a text of what else it changes, empty if nothing.
     encoders: Mapping[str, Encode] = field(default_factory=dict, repr=False, compare=False)
     effects: Mapping[str, str] = field(default_factory=dict, hash=False)
+    slow_prompts: frozenset[str] = frozenset()  # whose encoder is not as fast as ``encode``
+    marks: int = 1  # the model takes so many times as many ids, which its tokenizer alone makes
     separators: tuple[int, int] | None = None  # the id, and its count in a single text, if pairs have token types
 
     @property
@@ -116,7 +118,7 @@ class TextSpec:
     def inputs(self) -> tuple[InputSpec, ...]:
         """The model's inputs, at the survey's length; a row may be shorter, or as long as ``max_tokens``."""
         usual = (min(SURVEY_TOKENS, self.max_tokens),)
-        values = {self.ids: (0, self.vocabulary), self.mask: (1, 2), self.types: (0, self.kinds)}
+        values = {self.ids: (0, self.vocabulary * self.marks), self.mask: (1, 2), self.types: (0, self.kinds)}
         return tuple(
             InputSpec(name, usual, "int64", values=each, longest=self.max_tokens)
             for name, each in values.items()

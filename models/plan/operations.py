@@ -77,8 +77,9 @@ def apply_operation(rows: RowTensor, operation: Operation, row_offset: int) -> T
 
         axes = []
         for letter, indices in operation.indices_by_axis.items():
-            size = rows.info.size(letter)
-            axes.append((rows.info.axis(letter), [index + size if index < 0 else index for index in indices]))
+            axis = rows.info.axis(letter)
+            size = rows.value.shape[axis]  # of texts it may be less than was planned
+            axes.append((axis, [index + size if index < 0 else index for index in indices]))
         return _change_part(rows.value, axes, change_part)
     changed = []
     for number, tokens in enumerate(rows.list_own_tokens()):

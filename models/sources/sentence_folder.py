@@ -136,8 +136,8 @@ def read_sentence_folder(folder: Path, shown: str, base: Path | None = None) -> 
         dict(whole.get("prompts") or {})
     with _name_file("modules.json", shown):
         modules = [(str(each["type"]), _check_path(str(each["path"]))) for each in _read_json(folder / "modules.json")]
-    if saved == "CrossEncoder" and len(modules) == 1:  # the transformer itself returns the scores
-        return None
+    if saved == "CrossEncoder" and [kind.rpartition(".")[2] for kind, _ in modules] == ["Transformer"]:
+        return None  # the transformer itself returns the scores
     if saved not in MODELS:
         raise _refuse(shown, f"is a {escape(saved)}, which is not built here")
     library = import_library("sentence_transformers")

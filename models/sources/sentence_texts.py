@@ -54,7 +54,7 @@ def complete_texts(text: TextSpec, folder: SentenceFolder, encode: Encode) -> Te
 
     vocabulary = text.vocabulary if folder.has_marks else 0
     if vocabulary:
-        text = replace(text, vocabulary=vocabulary * count_marks())
+        text = replace(text, marks=count_marks())
     return _add_prompts(text, folder, make, min(int(own.max_seq_length), text.max_tokens))
 
 
@@ -132,6 +132,9 @@ def _add_prompts(
             name: make(prompt, PROMPT_TASKS.get(name), limits.get(name, most)) for name, prompt in prompts.items()
         },
         prompts=prompts,
+        slow_prompts=frozenset(
+            name for name in prompts if folder.tokenizing and encodes_itself(folder, PROMPT_TASKS.get(name))
+        ),
         default_prompt=default,
         effects={name: ", ".join(dict.fromkeys(each)) for name, each in changes.items()},
     )

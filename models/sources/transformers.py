@@ -39,7 +39,7 @@ from layertap.models.sources.build import (
 from layertap.models.sources.checkpoints import find_weights, read_checkpoint, wrap_errors
 from layertap.models.sources.cross_encoder import attach_scores, read_cross_encoder
 from layertap.models.sources.sentence_folder import SentenceFolder, read_sentence_folder
-from layertap.models.sources.sentence_model import LAYER, TOKENS, FinalEmbedding, count_marks
+from layertap.models.sources.sentence_model import LAYER, TOKENS, FinalEmbedding
 from layertap.models.sources.sentence_texts import describe_texts
 from layertap.models.sources.state_dict import (
     LoadReport,
@@ -157,8 +157,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     if any(each.name == MASK for each in inputs) and not isinstance(media, SoundProcessor):
         _always_mask(library, module, text.inputs() if text else inputs)
     if sentence:
-        ids = text.vocabulary if text else 0
-        vocabulary = ids // count_marks() if sentence.has_marks else ids
+        vocabulary = text.vocabulary if text else 0
         sentence.attach(module, shown, all_layers=all_layers, vocabulary=vocabulary, two_towers=two_towers)
         described += sentence.describe()
     elif text and not two_towers and (scores := read_cross_encoder(folder, config, shown)):

@@ -43,6 +43,7 @@ KNOWN: Mapping[str, Callable[[Any], int | None]] = {
     # A window has 25 ms, and the next one begins 10 ms later.
     "ASTFeatureExtractor": lambda extractor: extractor.sampling_rate * (25 + 10 * extractor.max_length) // 1000 - 1,
 }
+BY_TORCHAUDIO = frozenset({"ASTFeatureExtractor", "Speech2TextFeatureExtractor"})
 DRAWS = frozenset({"ClapFeatureExtractor"})  # which part of a long sound they take
 
 
@@ -66,6 +67,8 @@ def read_sound(library: Any, module: Any, folder: Path, shown: str) -> tuple[tup
     with wrap_errors(f"the feature extractor of {shown} could not be made"):
         extractor = library.AutoFeatureExtractor.from_pretrained(str(folder), **LOCAL)
         settings = json.dumps(extractor.to_dict(), sort_keys=True, default=str)
+        if type(extractor).__name__ in BY_TORCHAUDIO and library.utils.is_speech_available():
+            settings += "torchaudio"  # its filter banks are others than numpy's
     name = type(extractor).__name__
     if name not in KNOWN or getattr(extractor, "dither", False):
         raise LoadError(f"{name}, which {FILES[0]} of {shown} names, is not built here", hint=INPUTS_HINT)

@@ -46,6 +46,7 @@ class Question:
         return {**asdict(self), "layers": list(self.layers), "reduce": list(self.reduce)}
 
 
+LATE = ("token_embeddings", "colbert_embedding")  # layers of folders for late interaction
 LONG_TEXT = 512  # tokens: most models take no more
 
 
@@ -156,7 +157,7 @@ class Answer:
     ) -> Answer:
         """From features: texts without the padding behind their tokens."""
         cut = {
-            name: _cut_texts(array, receipts[name]["token_counts"]) if _is_by_token(receipts[name]) else array
+            name: _cut_texts(array, receipts[name]) if _is_by_token(receipts[name]) else array
             for name, array in arrays.items()
         }
         return cls(fingerprint, cut, list_reasons(faults))
@@ -248,10 +249,15 @@ def _is_by_token(receipt: Mapping[str, Any]) -> bool:
     return kept and bool(receipt.get("token_counts")) and str(receipt.get("layout"))[1:2] == "T"
 
 
-def _cut_texts(array: Array, counts: Sequence[int]) -> Array:
-    """The rows of (N, T, …) as an array of objects, each with its own tokens, which come first."""
+def _cut_texts(array: Array, receipt: Mapping[str, Any]) -> Array:
+    """The rows of (N, T, …) as an array of objects, each with its own tokens, which come first.
+
+    Of late interaction those that count: the others are 0, and would be found by any query.
+    """
     rows = np.empty(len(array), object)
-    rows[:] = [np.ascontiguousarray(row[:count]) for row, count in zip(array, counts, strict=True)]
+    rows[:] = [row[:count] for row, count in zip(array, receipt["token_counts"], strict=True)]
+    if receipt["layer"] in LATE:
+        rows[:] = [row[row.any(-1)] for row in rows]
     return rows
 
 

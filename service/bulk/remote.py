@@ -116,7 +116,7 @@ class RemoteExtractor(Extractor):
     async def _make_example(self, name: str | None) -> Any:
         """A second of silence for a model of sounds, else a picture."""
         models = await self._client.models()
-        name = name or models.default
+        name = models.aliases.get(name or "", name) or models.default
         if all("preprocess" not in each.details for each in models if each.name == name):
             await self._client.layers(name)  # loads it
             models = await self._client.models()

@@ -33,7 +33,7 @@ def is_short(
         and written_numbers <= 2**12
         and parsed_bytes <= 2**11
         and copied_bytes <= 2**20
-        and tokenized_characters <= 2**10
+        and tokenized_characters <= 2**11
     )
 
 

@@ -28,6 +28,7 @@ class EncodeOptions:
 
     encoding: Encoding = "list"  # of JSON; "sparse": of all formats that hold several arrays
     tiles: int = TILES  # of each result in a drawing
+    max_numbers: int | None = None  # in lists of JSON whose lengths are not known before; None: any
     originals: Sequence[SentPicture | None] = ()  # of a drawing, by row: None for an array; (): unknown
 
 

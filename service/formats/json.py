@@ -6,7 +6,7 @@ Numbers read back into the array's dtype have the same bits. In lists NaN and in
 from __future__ import annotations
 
 from binascii import b2a_base64
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -40,7 +40,7 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
         "fingerprint": features.fingerprint,
         **({"space": features.space} if features.space else {}),
         "rows": features.rows,
-        "features": {key: _make_entry(features, key, options.encoding) for key in features.arrays},
+        "features": {key: _make_entry(features, key, options) for key in features.arrays},
         "receipts": describe_receipts(features),
         "errors": describe_errors(features) if features.errors else [],
         **describe_extras(features),
@@ -60,9 +60,14 @@ def count_text(coding: Coding, dtype: str, numbers: int, nbytes: int) -> int:
     return (nbytes + 2) // 3 * 4 if coding == "base64" else 0
 
 
-def _make_entry(features: Features, key: str, encoding: Encoding) -> dict[str, Any]:
+def _make_entry(features: Features, key: str, options: EncodeOptions) -> dict[str, Any]:
     array = to_little_endian(features.arrays[key])
-    data = WRITERS[encoding](key, array)
+    if options.encoding == "sparse":
+        rows = SparseRows.from_array(key, array)
+        rows.check_count(options.max_numbers)
+        data: Any = list(rows.split())
+    else:
+        data = view_bytes(array) if options.encoding == "base64" else _to_list(array)
     entry = {"shape": array.shape, "dtype": _name_dtype(array.dtype), "data": data}
     if key in features.scales:
         entry["scale"] = _to_list(to_little_endian(features.scales[key]))
@@ -78,13 +83,6 @@ def _name_dtype(dtype: np.dtype[Any]) -> str:
 def _to_list(array: Array) -> Any:
     # orjson writes arrays as nested lists, and numpy scalars, but not arrays without axes.
     return array if array.ndim else array[()]
-
-
-WRITERS: dict[Encoding, Callable[[str, Array], Any]] = {
-    "list": lambda key, array: _to_list(array),
-    "base64": lambda key, array: view_bytes(array),
-    "sparse": lambda key, array: list(SparseRows.from_array(key, array).split()),
-}
 
 
 def write_json(document: Any) -> Buffers:

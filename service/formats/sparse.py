@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layertap.models.errors import escape
+from layertap.models.errors import TooLargeError, escape
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array
 
@@ -33,6 +33,12 @@ class SparseRows:
         rows, columns = array.nonzero()
         starts = np.searchsorted(rows, np.arange(len(array) + 1))
         return cls(array.shape, starts, columns.astype(np.int32), array[rows, columns])
+
+    def check_count(self, most: int | None) -> None:
+        """TooLargeError if lists of indices and values have more than ``most`` numbers."""
+        if most is not None and 2 * len(self.values) > most:
+            detail = f"the reply would have {2 * len(self.values)} numbers in JSON lists, the limit is {most}"
+            raise TooLargeError(detail, hint="send fewer inputs at once, or ask for npz or safetensors")
 
     def split(self) -> Iterator[dict[str, Array]]:
         """``indices`` and ``values`` of each row."""

@@ -126,7 +126,8 @@ def _make_request(envelope: Envelope, settings: Settings, body: RequestBody) -> 
     if body.tiles is not None and not envelope.format.is_picture:
         fault = Fault("the reply is no picture", "ask for one by ?format=png, or leave 'tiles' out", "/tiles")
         raise RequestError.from_faults([fault])
-    reply = ReplyOptions(body.encoding, body.tiles or TILES, format=envelope.format, limits=settings.reply_limits)
+    limits = settings.reply_limits
+    reply = ReplyOptions(body.encoding, body.tiles or TILES, limits.numbers, format=envelope.format, limits=limits)
     request = ExtractRequest(dry_run=dry_run, reply=reply, **body.request_fields)
     if len(body.inputs) == 1 and request.input_options:  # the input may have several rows
         return replace(request.for_input(0), input_options={})

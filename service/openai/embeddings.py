@@ -324,6 +324,7 @@ def _replace_vectors(
 ) -> Features:
     """Features with other vectors for its only result, which an option made."""
     (key,) = features.arrays
-    fingerprint, space = (digest_variant(each, option, value) for each in (features.fingerprint, features.space))
+    fingerprint = digest_variant(features.fingerprint, option, value)
+    space = features.space and digest_variant(features.space, option, value)
     receipts = {key: replace(features.receipts[key], fingerprint=fingerprint, space=space)}
     return replace(features, arrays={key: vectors}, fingerprint=fingerprint, receipts=receipts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,7 +11,7 @@ import orjson
 from fastapi import Response
 from pydantic import BeforeValidator, ConfigDict, Field, StrictInt
 
-from layertap.models.errors import RequestError, TooLargeError
+from layertap.models.errors import RequestError
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.requested import Embedding
 from layertap.models.spec import Truncate
@@ -20,6 +20,7 @@ from layertap.service.errors import UnsupportedMediaError
 from layertap.service.features import Array, Features
 from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.json import write_json
+from layertap.service.formats.sparse import SparseRows
 from layertap.service.http.body import JSON, load_json
 from layertap.service.http.problems import Problem
 from layertap.service.http.receiving import MAX_KEPT, Envelope, write_rest
@@ -225,17 +226,15 @@ def encode_vectors(features: Features) -> Buffers:
 def encode_sparse(features: Features, most: int) -> Buffers:
     """The entries of vectors that are not 0; RequestError if these are more than half of them.
 
-    TooLargeError if they have more than ``most`` numbers.
+    NotAcceptableError if they are no vectors, TooLargeError if they have more than ``most`` numbers.
     """
-    (vectors,) = features.arrays.values()
-    entries = np.count_nonzero(vectors)
-    if 2 * entries > vectors.size:
+    ((key, vectors),) = features.arrays.items()
+    rows = SparseRows.from_array(key, vectors)
+    if 2 * len(rows.values) > vectors.size:
         detail = f"the embedding of model {features.model} is not sparse: most of its numbers are not 0"
         raise RequestError(detail, hint="ask POST /embed")
-    if 2 * entries > most:
-        detail = f"the vectors have {entries} entries, of two numbers each; the limit is {most} numbers"
-        raise TooLargeError(detail, hint="send fewer inputs")
-    return write_json([_list_entries(each) for each in vectors])
+    rows.check_count(most)
+    return write_json([_list_entries(**each) for each in rows.split()])
 
 
 def encode_error(problem: Problem) -> Response:
@@ -244,9 +243,8 @@ def encode_error(problem: Problem) -> Response:
     return Response(orjson.dumps(body), problem.status, problem.headers, "application/json")
 
 
-def _list_entries(vector: Array) -> Sequence[dict[str, Any]]:
-    places = np.flatnonzero(vector)
-    return [{"index": index, "value": vector[index]} for index in places.tolist()]
+def _list_entries(indices: Array, values: Array) -> list[dict[str, Any]]:
+    return [{"index": index, "value": value} for index, value in zip(indices.tolist(), values, strict=True)]
 
 
 def _get_text(index: int, sent: SentInputs) -> str:

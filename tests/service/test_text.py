@@ -115,6 +115,35 @@ def test_lengths_are_few(texts: Texts) -> None:
     assert len(known) < MAX_CATALOGS
 
 
+@pytest.mark.parametrize("index", [-5, -1, 2])
+def test_changes_count_from_a_text_s_own_end(texts: Texts, index: int) -> None:
+    """A forward may be shorter than the length that texts were planned for."""
+    ids = ids_of("the cat sat on the mat and the dog")  # 11 tokens, planned for 16, in a forward of 12
+    block = texts.module.encoder.layer[0]
+
+    def zero(part: Any, given: Any, output: Any) -> Any:
+        value = (output[0] if isinstance(output, tuple) else output).clone()
+        value[:, index] = 0
+        return (value, *output[1:]) if isinstance(output, tuple) else value
+
+    with block.register_forward_hook(zero):
+        expected = offline(texts.module, [ids])
+    change = {"layer": "encoder.layer.0", "op": "zero", "tokens": [index]}
+    np.testing.assert_allclose(texts.of({"tokens": ids}, interventions=[change]), expected, atol=1e-5)
+    with_others = [{"tokens": ids}, {"text": "a red dog and a cat"}, {"tokens": [*ids, *ids[1:]]}]
+    np.testing.assert_allclose(texts.of(*with_others, interventions=[change])[:1, : len(ids)], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_padding_of_short_tensors_counts_nowhere(texts: Texts, length: int) -> None:
+    """Means of a text of one token in a tensor of two or three are those of the token."""
+    layer = [{"layer": "encoder.layer.1", "pool": "mean"}]
+    ids, mask = np.full((1, length), CLS), np.zeros((1, length), np.int64)
+    mask[0, 0] = 1
+    rows = tensors(input_ids=ids[0], attention_mask=mask[0])
+    np.testing.assert_allclose(texts.of(rows, layers=layer), texts.of({"tokens": [CLS]}, layers=layer), atol=1e-5)
+
+
 def test_tensors(texts: Texts) -> None:
     """Arrays keep their length: tokens alone, a batch of them, tokens and mask by name."""
     ids = np.array([ids_of("a cat sat"), ids_of("the red dog")])

@@ -217,12 +217,21 @@ def _check_resized(how: Preprocessing, limit: int, width: int, height: int) -> N
         )
 
 
+def _check_ids(ids: Tensor, text: TextSpec) -> None:
+    """InputError for an id that only the tokenizer may give."""
+    if (outside := ids[ids >= text.vocabulary]).numel():
+        detail = f"input '{text.ids}' holds {int(outside[0])}, which is not among its values"
+        raise InputError(detail, hint=f"send whole numbers from 0 to {text.vocabulary - 1}")
+
+
 def _convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) -> Rows:
     """Arrays as rows; InputError if the model does not take them, TooLargeError."""
     batches, text = shape_arrays(item, inputs), inputs.text
     rows = {spec.name: _to_tensor(batches[spec.name], spec) for spec in inputs.specs if spec.name in batches}
     if text is not None and text.mask is not None and text.mask not in rows:
         rows[text.mask] = _make_mask(rows[text.ids], text)
+    if text is not None and text.ids in rows and text.marks > 1:
+        _check_ids(rows[text.ids], text)
     rows = text.complete(rows) if text is not None else rows
     if inputs.sound is not None and (mask := inputs.mask) is not None and mask not in rows:
         features = next(iter(rows.values()))
@@ -310,6 +319,8 @@ def _tokenize(item: TextItem | TokensItem, inputs: ModelInputs) -> CutRows:
         hint = f"send it in several inputs{CUT_HINT if isinstance(item, TextItem) else ''}"
         raise InputError(f"the text has {len(tokens)} tokens, the limit is {text.max_tokens}", hint=hint)
     rows = {text.ids: torch.tensor([tokens], dtype=torch.int64)}
+    if isinstance(item, TokensItem) and text.marks > 1:
+        _check_ids(rows[text.ids], text)
     if text.mask is not None:
         rows[text.mask] = torch.ones_like(rows[text.ids])
     if types is not None and text.types is not None:

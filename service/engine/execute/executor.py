@@ -34,6 +34,7 @@ from layertap.service.inputs.items import LocalItem, TextItem
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
+ITEM_CHARACTERS = 64  # what a text costs beside its own
 HANG_MARGIN_S = 5.0  # beyond the deadline of a request that came when the work began
 Extend = Callable[[], Batch | None]  # lets waiting rows join a batch that was started; returns them as a batch
 
@@ -61,9 +62,10 @@ class Decoder:
             return None
         characters = 0
         for item in items:
-            if not isinstance(item, TextItem):
+            if not isinstance(item, TextItem) or item.prompt in text.slow_prompts:
                 return None
-            characters += len(item.text)
+            prompt = text.default_prompt if item.prompt is None else text.prompts[item.prompt]
+            characters += ITEM_CHARACTERS + len(prompt) + len(item.text) + len(item.pair or "")
         if not is_short(tokenized_characters=characters):
             return None
         return [try_to_decode(item, inputs, self._settings) for item in items]

@@ -11,6 +11,7 @@ import safetensors
 from scipy.sparse import csr_array
 
 from tests.server import Live
+from tests.service.conftest import Serve
 from tests.service.support import Array, Json, arrays_of, image, picture, problem, rows, same, tensor
 
 LAYERS = ["block3", {"layer": "pool", "pool": "flatten", "as": "v"}, "block3.relu#*"]
@@ -59,6 +60,14 @@ def test_sparse(live: Live) -> None:
         parts = found["v.data"], found["v.indices"], found["v.indptr"]
         assert (csr_array(parts, tuple(found["v.shape"])).toarray() == dense).all(), form
     assert 0 < len(found["v.data"]) < dense.size
+
+
+def test_sparse_lists_are_bounded(serve: Serve) -> None:
+    """Indices and values are numbers in lists, too."""
+    asked = {"layers": [{"layer": "block3.relu#1", "pool": "flatten"}], "encoding": "sparse"}
+    with serve(max_json_numbers=64) as live:
+        assert "numbers in JSON lists" in problem(extract(live, **asked), 413)["detail"]
+        assert extract(live, form="npz", **asked).status_code == 200
 
 
 @pytest.mark.parametrize(("form", "layer"), [("npy", {"layer": "pool", "pool": "mean"}), ("npz", "block3")])
