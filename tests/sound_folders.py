@@ -60,7 +60,7 @@ CLAP_FEATURES = {
 ENCODEC = {
     "num_filters": 4,
     "hidden_size": 16,
-    "upsampling_ratios": [10, 8],
+    "upsampling_ratios": [40, 32],
     "codebook_size": 16,
     "codebook_dim": 16,
     "target_bandwidths": [24.0],
@@ -131,6 +131,19 @@ KINDS = {
         BODY | {"feature_projection_input_dim": 160, "conv_depthwise_kernel_size": 3},
         "SeamlessM4TFeatureExtractor",
         {},
+    ),
+    "seamless": Kind(
+        "SeamlessM4TForSpeechToText",
+        "SeamlessM4TConfig",
+        HALVES
+        | {
+            f"speech_encoder_{name}": n
+            for name, n in (("layers", 1), ("attention_heads", 4), ("intermediate_size", 48))
+        }
+        | {"vocab_size": 50, "hidden_size": 32, "max_position_embeddings": 64},
+        "SeamlessM4TFeatureExtractor",
+        {},
+        lambda module: module.speech_encoder,
     ),
     "whisper": Kind(
         "WhisperForConditionalGeneration",
