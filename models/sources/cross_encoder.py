@@ -105,7 +105,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _list_activations() -> dict[str, type[nn.Module]]:
     classes: list[Any] = [getattr(nn.modules.activation, name) for name in nn.modules.activation.__all__]
     several = (*classes, nn.Identity)
-    return {f"{place}.{each.__name__}": each for each in several for place in ("torch.nn", each.__module__)}
+    return {f"{module}.{each.__name__}": each for each in several for module in ("torch.nn", each.__module__)}
 
 
 ACTIVATIONS = _list_activations()

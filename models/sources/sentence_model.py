@@ -92,7 +92,7 @@ class TokenVectors(nn.Module):
 
 
 class HiddenStates(nn.Module):
-    """Takes the place of a transformer inside another module: its output is among the features already."""
+    """Stub for a transformer inside another module: its output is among the features already."""
 
     def forward(self, features: Features) -> Features:
         """No feature changes."""
@@ -191,7 +191,7 @@ def attach_parts(
             if not attends:
                 rows[MASK] = rows[MASK].masked_fill(features[EXPANSION], 0)
         output = base.forward(self, **rows, **more)
-        found = [place for name, place in outputs.items() if name in rows]
+        found = [each for name, each in outputs.items() if name in rows]
         if len(found) != 1:  # both towers
             return output  # type: ignore[no-any-return]
         ((path, name),) = found
