@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -72,12 +72,12 @@ def may_stop(replica: Replica, rows: Mapping[str, Tensor]) -> bool:
     calls = []
     with attach.observe_calls(replica.module, lambda *_: None, lambda *given: calls.append(given[1])):
         replica(copy_rows(rows))
-    methods = [_list_methods(part) for part in replica.module.modules()]
+    methods = {part: _list_methods(part) for part in replica.module.modules()}
     return all(_leave(replica, rows, len(calls) * number // STOPS, methods) for number in reversed(range(STOPS)))
 
 
-def _leave(replica: Replica, rows: Mapping[str, Tensor], at: int, methods: Sequence[Methods]) -> bool:
-    """Leave a forward at a call, and put everything back; whether that left no hook or method behind."""
+def _leave(replica: Replica, rows: Mapping[str, Tensor], at: int, methods: Mapping[nn.Module, Methods]) -> bool:
+    """Leave a forward at a call, and put everything back; whether that left no part, hook or method behind."""
     calls = itertools.count()
 
     def leave(*_: object) -> None:
@@ -87,8 +87,8 @@ def _leave(replica: Replica, rows: Mapping[str, Tensor], at: int, methods: Seque
     with suppress(attach.StopForward), attach.observe_calls(replica.module, lambda *_: None, leave):
         replica(copy_rows(rows))
     replica.restore(thorough=True)
-    is_same = True
-    for part, before in zip(replica.module.modules(), methods, strict=True):
+    is_same = methods.keys() == set(replica.module.modules())
+    for part, before in methods.items():
         if _list_methods(part) != before:
             is_same = False
             part._forward_hooks.clear()

@@ -95,6 +95,19 @@ class Slope(Two):
         return h + self.parts[1](self.a(x))
 
 
+class Settles(Two):
+    """A part that the first forward replaces by one with fewer parts."""
+
+    def prepare(self) -> None:
+        self.part: nn.Module = nn.Sequential(nn.Identity(), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.part, nn.Sequential):
+            self.part = self.part[1]
+        out: Tensor = self.b(self.part(self.a(x)))
+        return out
+
+
 class Hooked(Two):
     """A hook and another forward of a part, for half of the forward."""
 

@@ -14,7 +14,7 @@ from tests.own_models import state_nets
 from tests.own_models.ask import Asker, own, serving_models
 
 NETS = (
-    *("Seen", "Raises", "Swap", "Overwritten", "Slope", "Hooked", "Counted", "Dropped", "Helper"),
+    *("Seen", "Raises", "Swap", "Overwritten", "Slope", "Settles", "Hooked", "Counted", "Dropped", "Helper"),
     *("Closed", "Counts", "Latch", "Backwards"),
 )
 LOGIT = {"kind": "logit", "class": 1}
