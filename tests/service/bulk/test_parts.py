@@ -88,6 +88,7 @@ def test_what_is_held_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     answers = pipeline.answer_batches(batches, Rule(), Question(None), RULE_OUTLINE)
     asyncio.run(pipeline.write_rows(answers, writer, note))
     assert count_rows(find_parts(tmp_path)) == (PICTURES, 0)
-    assert Rule.in_flight * ROWS <= source.most <= (Rule.in_flight + 3) * ROWS
+    # A thread that has answered a batch may still hold it.
+    assert Rule.in_flight * ROWS <= source.most <= (Rule.in_flight + 4) * ROWS
     assert len(waiting) == PICTURES // ROWS
     assert max(waiting) < PART_BYTES

@@ -240,6 +240,7 @@ RARE = {
         "outputs",
         "cast",
     },  # while another version loads; of scores that are not logits; of dtypes
+    "ModelInput": {"batch_axis"},  # of a model with time first
     "TopClassReply": {"activation"},  # of a class with many labels
     "Replacement": {"state", "reason"},
     "LibraryPreprocessing": {"processor", "settings", "background", "decode"},  # of a folder of transformers
