@@ -43,7 +43,7 @@ def complete_texts(text: TextSpec, folder: SentenceFolder, encode: Encode) -> Te
         part = folder.inputs[task]
         if part is not own:
             _check_tokenizer(part, own)
-            of_part = partial(_encode_any, _make_encode(part, int(part.max_seq_length)), EMPTY_MARK * vocabulary)
+            of_part = partial(_encode_any, _make_encode(part, _get_limit(part)), EMPTY_MARK * vocabulary)
             return partial(_encode_prompted, of_part, prompt, limit, 0, task, vocabulary)
         if encodes_itself(folder, task):
             by_library = partial(_encode_by_library, own, lock, prompt, task, limit, vocabulary)
@@ -55,7 +55,7 @@ def complete_texts(text: TextSpec, folder: SentenceFolder, encode: Encode) -> Te
     vocabulary = text.vocabulary if folder.has_marks else 0
     if vocabulary:
         text = replace(text, marks=count_marks())
-    return _add_prompts(text, folder, make, min(int(own.max_seq_length), text.max_tokens))
+    return _add_prompts(text, folder, make, min(_get_limit(own), text.max_tokens))
 
 
 def describe_texts(folder: SentenceFolder, shown: str) -> tuple[SentenceModel, TextSpec]:
@@ -99,7 +99,7 @@ def list_limits(folder: SentenceFolder) -> dict[str, int]:
         task = PROMPT_TASKS.get(name)
         part = folder.inputs[task]
         if part is not folder.inputs[None]:
-            found[name] = int(min(part.max_seq_length, MAX_TOKENS))
+            found[name] = _get_limit(part)
         limit = getattr(part, f"{task}_length", None) if task else None
         expansion = getattr(part, "query_expansion", None) if task == "query" else None
         if expansion is not None:
@@ -223,6 +223,11 @@ def _cut(ids: list[int], limit: int, truncate: Truncate) -> Encoded:
     if not excess or truncate == "none":
         return ids, 0
     return ids[excess:] if truncate == "start" else ids[:limit], excess
+
+
+def _get_limit(part: Any) -> int:
+    """The tokens that a module takes of a text; it may say infinity."""
+    return int(min(part.max_seq_length, MAX_TOKENS))
 
 
 def _count_ids(part: Any) -> int:

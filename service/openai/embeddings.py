@@ -38,6 +38,10 @@ MAX_INPUTS = 2048  # OpenAI's limit
 OWN = ("input", "user")  # the fields of ``InputBody``
 HINTS = ("prompt_name", "input_type", "task")  # fields of other servers that name a prompt, the first one first
 DOCUMENTS = ("document", "passage", "corpus")  # prompts that sentence-transformers takes for documents
+COHERE_JINA = {  # their values, and those of sentence-transformers
+    **dict.fromkeys(("search_query", "retrieval.query"), "query"),
+    **dict.fromkeys(("search_document", "retrieval.passage"), "document"),
+}
 URL_SCHEMES = ("http://", "https://")
 STATUS = {422: 400}  # all others stay the same
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -205,6 +209,7 @@ def choose_prompt(asked: AskedEmbeddings, prompts: Collection[str]) -> AskedEmbe
 
 def _find_prompt(name: str, prompts: Collection[str]) -> str | None:
     """The prompt of a name, for documents also by another of their names."""
+    name = name if name in prompts else COHERE_JINA.get(name, name)
     names = (name, *DOCUMENTS) if name in DOCUMENTS else (name,)
     return next((each for each in names if each in prompts), None)
 

@@ -218,8 +218,11 @@ def encode_ranks(features: Features, asked: AskedTexts, sent: SentInputs, reques
 
 
 def encode_vectors(features: Features) -> Buffers:
-    """Vectors as a list of lists."""
+    """Vectors as a list of lists; RequestError if there are several for each text."""
     (vectors,) = features.arrays.values()
+    if vectors.ndim != 2:
+        detail = f"the embedding of model {features.model} is not one vector for each text"
+        raise RequestError(detail, hint="ask POST /extract, which tells the tokens of each text")
     return write_json(np.ascontiguousarray(vectors, "<f4"))
 
 

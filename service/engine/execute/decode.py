@@ -50,7 +50,7 @@ from layertap.service.settings import Settings
 
 CHARACTERS = 16  # of a text, for each token that a model takes: bounds the time of the tokenizer
 TOKENS_HINT = 'send token ids: {"tokens": [0, 5]}'
-CUT_HINT = ', or cut it by "truncate": "end"'
+CUT_HINT = ', or have it cut: "truncate"'
 CUT_CHARACTERS = 2**20  # of a text that may be cut: a tokenizer reads all of it
 
 

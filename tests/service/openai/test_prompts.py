@@ -32,11 +32,14 @@ def client(serve: Serve, folder: Path) -> Iterator[OpenAI]:
         yield OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
 
 
+MEANT = {"query": ("query", "retrieval.query"), "document": ("document", "passage", "search_document")}
 CHOSEN: list[tuple[dict[str, str], str]] = [
     ({"input_type": "query"}, "query"),
     ({"prompt_name": "query"}, "query"),
     ({"task": "query"}, "query"),
     ({"input_type": "passage"}, "document"),
+    ({"input_type": "search_document"}, "document"),
+    ({"task": "retrieval.query"}, "query"),
     ({"input_type": "search", "task": "query"}, "query"),
     ({"prompt": "document", "input_type": "query"}, "document"),
 ]
@@ -47,7 +50,7 @@ def test_chosen(client: OpenAI, folder: Path, fields: dict[str, str], prompt: st
     """They choose the prompt of that name, as often as they are sent; a prompt of our own field comes first."""
     library = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
     expected = library.encode(TEXTS, prompt_name=prompt)
-    used = {name for name, value in fields.items() if value in (prompt, "passage")}
+    used = {name for name, value in fields.items() if value in MEANT[prompt]}
     for _ in range(2):
         found = client.embeddings.with_raw_response.create(model="encoder", input=TEXTS, extra_body=fields)
         vectors = [each.embedding for each in found.parse().data]
@@ -57,7 +60,7 @@ def test_chosen(client: OpenAI, folder: Path, fields: dict[str, str], prompt: st
 
 
 @pytest.mark.parametrize(
-    "fields", [{"input_type": "search_query"}, {"task": 3}, {"prompt_name": None}, {"task": "x" * 5000}]
+    "fields", [{"input_type": "clustering"}, {"task": 3}, {"prompt_name": None}, {"task": "x" * 5000}]
 )
 def test_of_no_prompt(client: OpenAI, folder: Path, fields: dict[str, Any]) -> None:
     """A name that the folder doesn't have changes nothing, and a warning names the field."""

@@ -61,9 +61,10 @@ def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     folder = tmp_path_factory.mktemp("tei")
     rerankers = {name: save(name, folder / name) for name in ("bert", "classes")}
     sentence_folders.save("named_prompts", folder / "sentences")
+    sentence_folders.save("late", folder / "late")
     specs = [
         ModelSpec(name, f"transformers:{folder / name}", device="cpu", load="lazy", dimensions=dimensions)
-        for name, dimensions in (("bert", ()), ("classes", ()), ("sentences", (8,)))
+        for name, dimensions in (("bert", ()), ("classes", ()), ("sentences", (8,)), ("late", ()))
     ]
     sparse = transformers.BertModel(transformers.BertConfig(**TEXT, hidden_act="relu"), add_pooling_layer=False)
     sparse = seeded(sparse, 0).eval()
@@ -184,6 +185,14 @@ def test_refusals(served: Served, case: str) -> None:
     assert reply.status_code == (400 if status == 422 else status)
     error = reply.json()["error"]
     assert words in error["message"] or words == f"/{error['param']}", error
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status"), [("/embed", {"normalize": False}, 422), ("/embed_sparse", {}, 406)]
+)
+def test_several_vectors(served: Served, path: str, fields: dict[str, Any], status: int) -> None:
+    """A vector for each token has no form here, however many of them are padding."""
+    assert served.refused(path, status, model="late", inputs=["a cat", *TEXTS], **fields)
 
 
 def test_ignored(served: Served) -> None:
