@@ -44,6 +44,7 @@ PARTS = ".parts"  # suffix of the folder in which a file's parts are written
 TOP_INPUTS, TOP_NAMES = ".top_inputs", ".top_names"
 RESULTS, ATLAS = "reductions.npz", "atlas.html"
 TARGET_BYTES = 64 * 2**20  # of a batch's results
+TEXT_REQUESTS = 16  # of a batch of texts, which are sorted by length
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,8 @@ async def _go_on(
         if job.find_begun() != begun:
             raise LayertapError(f"another process has written to {job.folder}", hint="enter the command again")
         if begun is None:
-            rows = max(1, min(extractor.max_rows, TARGET_BYTES // max(outline.row_bytes, 1)))
+            most = extractor.max_rows * (TEXT_REQUESTS if job.question.texts else 1)
+            rows = max(1, min(most, TARGET_BYTES // max(outline.row_bytes, 1)))
             begun = Manifest(job.describe(), outline, BatchLimits(rows, extractor.max_batch_bytes))
             begun.save(job.folder)
         parts = await asyncio.to_thread(find_parts, job.folder)

@@ -261,12 +261,15 @@ def _cut_texts(array: Array, receipt: Mapping[str, Any]) -> Array:
     return rows
 
 
-def join_answers(first: Answer, second: Answer, middle: int) -> Answer:
-    """Join the answers to the halves of a batch; the first has ``middle`` entries."""
-    parts = [part.arrays for part in (first, second) if part.arrays]
-    arrays = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts else {}
-    errors = {**first.errors, **{middle + index: reason for index, reason in second.errors.items()}}
-    return Answer(first.fingerprint or second.fingerprint, arrays, errors)
+def join_answers(answers: Sequence[Answer], indices: Sequence[Sequence[int]]) -> Answer:
+    """Join the answers to parts of a batch; ``indices``: those of each part's entries in the batch."""
+    errors, good = dict[int, str](), list[int]()
+    for answer, of_part in zip(answers, indices, strict=True):
+        errors |= {of_part[number]: reason for number, reason in answer.errors.items()}
+        good += [index for number, index in enumerate(of_part) if number not in answer.errors]
+    parts, order = [answer.arrays for answer in answers if answer.arrays], np.argsort(good)
+    arrays = {key: np.concatenate([part[key] for part in parts])[order] for key in parts[0]} if parts else {}
+    return Answer(next((each.fingerprint for each in answers if each.fingerprint), ""), arrays, errors)
 
 
 def list_reasons(faults: Iterable[Fault | ClientFault]) -> dict[int, str]:

@@ -63,8 +63,19 @@ async def _answer(batch: Sequence[Entry], extractor: Extractor, question: Questi
     indices = [index for index, entry in enumerate(batch) if entry.data is not None]
     answer = Answer(outline.fingerprint, {}, {})
     if indices:
-        answer = await _extract(extractor, question, [batch[index] for index in indices], outline)
+        extract = _extract_sorted if question.texts else _extract
+        answer = await extract(extractor, question, [batch[index] for index in indices], outline)
     return await asyncio.to_thread(make_rows, batch, answer, outline, indices)
+
+
+async def _extract_sorted(
+    extractor: Extractor, question: Question, entries: Sequence[Entry], outline: Outline
+) -> Answer:
+    """The answer to texts, in requests of texts of like length: a forward is as long as its longest text."""
+    order = sorted(range(len(entries)), key=lambda index: len(entries[index].data or b""))
+    parts = [order[start : start + extractor.max_rows] for start in range(0, len(order), extractor.max_rows)]
+    answers = [await _extract(extractor, question, [entries[index] for index in part], outline) for part in parts]
+    return join_answers(answers, parts)
 
 
 async def _extract(extractor: Extractor, question: Question, entries: Sequence[Entry], outline: Outline) -> Answer:
@@ -83,5 +94,6 @@ async def _extract(extractor: Extractor, question: Question, entries: Sequence[E
     if len(entries) == 1:
         return Answer(outline.fingerprint, {}, {0: reason})
     middle = len(entries) // 2
-    first = await _extract(extractor, question, entries[:middle], outline)
-    return join_answers(first, await _extract(extractor, question, entries[middle:], outline), middle)
+    halves = range(middle), range(middle, len(entries))
+    answers = [await _extract(extractor, question, [entries[index] for index in half], outline) for half in halves]
+    return join_answers(answers, halves)

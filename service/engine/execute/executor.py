@@ -29,12 +29,12 @@ from layertap.service.engine.execute.model_calls import CallOutcome, ModelFuncti
 from layertap.service.engine.execute.processes.worker_pool import WorkerPool
 from layertap.service.engine.execute.threads import WorkerThread, start_single_threaded, wrap_error
 from layertap.service.engine.rows import ItemAttempts
-from layertap.service.engine.short_work import is_short
 from layertap.service.inputs.items import LocalItem, TextItem
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
 ITEM_CHARACTERS = 64  # what a text costs beside its own
+MAX_CHARACTERS = 2**17  # of texts that this process tokenizes: a few tens of milliseconds
 HANG_MARGIN_S = 5.0  # beyond the deadline of a request that came when the work began
 Extend = Callable[[], Batch | None]  # lets waiting rows join a batch that was started; returns them as a batch
 
@@ -55,8 +55,8 @@ class Decoder:
     def find_workers(self, items: Sequence[LocalItem], inputs: ModelInputs) -> Mapping[str, int] | None:
         """How many workers are idle, by device, one of which decodes these items; None if threads decode them."""
 
-    def decode_now(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts | None:
-        """The rows or errors of short texts, if this process has their tokenizer; None if others must decode them."""
+    def count_characters(self, items: Sequence[LocalItem], inputs: ModelInputs) -> int | None:
+        """The characters of texts that ``decode_here`` may tokenize; None if others must decode some of the items."""
         text = inputs.text
         if text is None or text.encode is None or text.encode is refuse_here or not text.is_fast:
             return None
@@ -66,8 +66,10 @@ class Decoder:
                 return None
             prompt = text.default_prompt if item.prompt is None else text.prompts[item.prompt]
             characters += ITEM_CHARACTERS + len(prompt) + len(item.text) + len(item.pair or "")
-        if not is_short(tokenized_characters=characters):
-            return None
+        return characters if characters <= MAX_CHARACTERS else None
+
+    def decode_here(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+        """The rows or errors of items, decoded in the calling thread."""
         return [try_to_decode(item, inputs, self._settings) for item in items]
 
     async def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
@@ -76,19 +78,15 @@ class Decoder:
         If an item kills a process, the others may have no attempts: retry each of them alone. ModelLostError,
         UnavailableError.
         """
-
-        def decode() -> ItemAttempts:
-            return [try_to_decode(item, inputs, self._settings) for item in items]
-
-        return await asyncio.get_running_loop().run_in_executor(self.pool, decode)
+        return await asyncio.get_running_loop().run_in_executor(self.pool, self.decode_here, items, inputs)
 
 
 class Executor(ABC):
     """Runs a model in one or several replicas. For the event loop only, except its creation.
 
     ``model``: the model's description; ``devices``: the device name of each replica; ``idle``: how many of them are
-    idle now, by device. ``decode`` and ``decode_now`` are its decoder's; ``max_decode_items``: the most per call.
-    ``decodes_batches``: whether a batch may contain encoded pictures.
+    idle now, by device. ``decode``, ``decode_here`` and ``count_characters`` are its decoder's; ``max_decode_items``:
+    the most per call. ``decodes_batches``: whether a batch may contain encoded pictures.
     """
 
     decodes_batches = False
@@ -97,7 +95,11 @@ class Executor(ABC):
         self.model = model
         self.devices = tuple(devices)
         self.idle = dict.fromkeys(devices, 0)
-        self.decode, self.decode_now = decoder.decode, decoder.decode_now
+        self.decode, self.decode_here, self.count_characters = (
+            decoder.decode,
+            decoder.decode_here,
+            decoder.count_characters,
+        )
         self.find_decoders = decoder.find_workers
         self.max_decode_items = decoder.max_items
         self._pool = decoder.pool

@@ -29,6 +29,7 @@ from layertap.service.engine.prepare.planner import Planner
 from layertap.service.engine.prepare.sources import prepare_sources
 from layertap.service.engine.rows import Attempt, CutRows, Fetched, Items, Rows, get_row_shapes, join_rows
 from layertap.service.engine.schedule.scheduler import Scheduler
+from layertap.service.engine.short_work import run_if_long
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.inputs.image_size import count_pixels
 from layertap.service.inputs.items import TIFF_STARTS, ImageItem, LocalItem
@@ -99,14 +100,17 @@ class JobMaker:
         """The rows of each item in the scheduler's slots, or its errors."""
         # Inputs that name another share its item, which is decoded once.
         local = {id(item): item for _, item in items if not isinstance(item, LayertapError)}
-        now = planned.handle.executor.decode_now([*local.values()], planned.inputs)
-        if now is not None:
-            decoded = dict(zip(local, now, strict=True))
+        executor, texts = planned.handle.executor, [*local.values()]
+        characters = executor.count_characters(texts, planned.inputs)
+        if characters is not None:
+            decode = partial(executor.decode_here, texts, planned.inputs)
+            attempts = await run_if_long(self._run_in_thread, decode, deadline, tokenized_characters=characters)
+            decoded = dict(zip(local, attempts, strict=True))
             return [[item] if isinstance(item, LayertapError) else decoded[id(item)] for _, item in items]
         local = dict(sorted(local.items(), key=lambda each: _is_large(each[1])))
         small = sum(not _is_large(item) for item in local.values())
         rest = [*local.values()]
-        groups = split_evenly(rest[:small], self._scheduler.slots, planned.handle.executor.max_decode_items)
+        groups = split_evenly(rest[:small], self._scheduler.slots, executor.max_decode_items)
         groups += [[item] for item in rest[small:]]  # each takes its turn
         decoded = dict(zip(local, await self._decode_groups(planned, groups, deadline), strict=True))
         return [[item] if isinstance(item, LayertapError) else decoded[id(item)] for _, item in items]
