@@ -32,7 +32,7 @@ test-all: $(STAMP) ## Run the slow tests too, and those of accelerators on a sim
 
 # Tests that use most of the other packages, without those that need the dev extra.
 LOWEST := tests/service/bulk tests/service/cli tests/service/config tests/service/formats tests/service/http tests/service/pictures \
-	tests/models/hooks $(addprefix tests/models/run/test_, extractor.py functions.py graph_nodes.py reduction.py traps.py) $(addprefix --ignore tests/service/, bulk/test_readers.py cli/test_inspect.py formats/test_arrow.py \
+	tests/models/hooks $(addprefix tests/models/run/test_, extractor.py functions.py graph_nodes.py reduction.py traps.py) $(addprefix --ignore tests/service/, bulk/test_readers.py bulk/test_tables.py cli/test_inspect.py formats/test_arrow.py \
 	http/test_openapi_conformance.py)
 test-lowest: $(LOW)/.layertap-installed ## Run some of the quick tests with the lowest versions that pyproject.toml allows
 	OMP_NUM_THREADS=1 $(LOW)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile \
