@@ -30,11 +30,10 @@ def test_cycles(tmp_path: Path, workers: int) -> None:
         httpx.Client(base_url=server.url, timeout=END_S) as client,
     ):
         _run(client, FIRST)
-        wait_until(lambda: _count(server.usage()) == _count(server.usage()))
         before = server.usage()
         _run(client, CYCLES)
         # Once the last threads and processes of the model have ended, and memory is given back.
-        wait_until(lambda: _count(server.usage()) == _count(before))
+        wait_until(lambda: not _has_grown(before, server.usage()))
         wait_until(lambda: sum(server.usage().memory.values()) < sum(before.memory.values()) + SLACK_BYTES)
 
 
@@ -47,6 +46,10 @@ def _run(client: httpx.Client, cycles: int) -> None:
         assert client.post("/models/linear/unload").json()["state"] == "available"
 
 
-def _count(usage: Usage) -> tuple[int, int, set[int]]:
-    """Threads, descriptors and processes."""
-    return usage.threads, usage.descriptors, set(usage.memory)
+def _has_grown(before: Usage, now: Usage) -> bool:
+    """Whether there are more processes, or so many more threads or descriptors as if each other cycle left one.
+
+    Pools of threads start and end some at any time.
+    """
+    more = max(now.threads - before.threads, now.descriptors - before.descriptors)
+    return more >= CYCLES // 2 or len(now.memory) > len(before.memory)
