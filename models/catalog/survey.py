@@ -39,8 +39,8 @@ from layertap.models.spec import InputSpec
 
 TIME = "TLQK"  # axes of time in layouts
 MAX_TIMED, ENOUGH_S = 5, 0.1  # timed forwards: how many at most, and after how many seconds no further one
-MAX_APART = 3  # inputs that share a length of their own
-MIN_APART = 4  # their length: half of a shorter one is 1, which fits beside any other
+MAX_APART = 3  # inputs that share another length than the text
+MIN_APART = 4  # their least length: half of a shorter one is 1, which broadcasts to any other
 # What torch and models raise for a wrong shape.
 SHAPE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 

@@ -51,8 +51,7 @@ EMBEDDING = EmbeddingSpec("."), "what encode_image and encode_text return", Fals
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
     """The model in the folder ``ident``, which takes a text or a picture; DEFAULT is the folder's own weights.
 
-    LoadError if open_clip is not installed, the folder is none of its own, needs what is not in it, or weights do not
-    fit.
+    LoadError if open_clip is not installed or did not write the folder, a file is missing, or weights do not fit.
     """
     library = import_library("open_clip")
     folder, shown = Path(ident), escape(spec.shown_source)

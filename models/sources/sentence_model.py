@@ -78,7 +78,7 @@ class TokenWeights(nn.Module):
 
 
 class TokenVectors(nn.Module):
-    """BGE-M3's head of late interaction: a vector of length 1 for each token after the first."""
+    """BGE-M3's head for late interaction: a normalised vector for each token except the first."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
