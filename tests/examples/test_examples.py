@@ -10,6 +10,7 @@ import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from html import unescape
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 
 @pytest.fixture(scope="module")
 def printed(project: Project) -> dict[str, str]:
-    """Each of the README's commands, run once in the README's order, and what it printed."""
-    lines = [line for block in read_blocks(README) for line in block.command.splitlines()]
+    """Each of the README's commands for the first server, run once in the README's order, and what it printed."""
+    commands = takewhile(lambda command: "tiny" not in command, (block.command for block in read_blocks(README)))
+    lines = [line for command in commands for line in command.splitlines()]
     return {line: project.run(f"{line}\n") for line in lines}
 
 
@@ -100,6 +102,20 @@ def test_pictures_are_drawn_again(project: Project, printed: dict[str, str]) -> 
     for name, kept in zip(("digit.png", "digit-0.png"), PICTURES, strict=True):
         with Image.open(project.path / "examples" / name) as drawn:
             assert np.array_equal(np.asarray(drawn), np.asarray(Image.open(io.BytesIO(kept))))
+
+
+def test_other_kinds(tmp_path: Path) -> None:
+    """The tiny models are written and served, and a request to each has an answer of its kind."""
+    with open_project(tmp_path) as tiny:
+        write, serve, ask = (block.command for block in read_blocks(README) if "tiny" in block.command)
+        tiny.run(write)
+        tiny.run(serve)
+        ranks, *replies = map(json.loads, tiny.run(ask).splitlines())
+        assert len(ranks["results"]) == 2
+        sparse, late, sound = (next(iter(reply["features"].values())) for reply in replies)
+        assert len(sparse["data"][0]["indices"]) < sparse["shape"][1]
+        assert late["shape"][2:] == [8]
+        assert sound["shape"] == [1, 32]
 
 
 # A picture search
