@@ -79,6 +79,13 @@ def test_as_the_library(served: Served, name: str) -> None:
     if name != "bert":  # no CrossEncoder has saved it
         scores = served.extract(name, *inputs, layers=["scores"])
         np.testing.assert_allclose(scores.reshape(-1), library.predict(PAIRS).reshape(-1), atol=1e-5)
+    if expected.shape[1] == 1:
+        query, documents = "a cat", [document for _, document in PAIRS]
+        body = {"model": name, "query": query, "documents": documents, "raw_scores": True}
+        ranks = served.live.client.post("/rerank", json=body).json()["results"]
+        found = [each["relevance_score"] for each in sorted(ranks, key=lambda each: each["index"])]
+        ranked = logits(library, *((query, document) for document in documents))
+        np.testing.assert_allclose(found, ranked[:, 0], atol=1e-5)
 
 
 def test_beside_single_texts(served: Served) -> None:
