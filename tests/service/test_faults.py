@@ -72,10 +72,10 @@ def test_a_failed_load_keeps_no_weights(serve: Serve) -> None:
         gc.collect()
         gc.disable()
         try:
-            found = problem(live.client.post("/models/refused/load"), 503, seconds=True)
+            found = problem(live.client.post("/models/refused/load"), 503)
             assert "ValueError" in found["detail"]
             wait_until(lambda: not Refused.made)
-            problem(live.client.post("/models/refused/load"), 503, seconds=True)
+            problem(live.client.post("/models/refused/load"), 503)
             wait_until(lambda: not Refused.made)
         finally:
             gc.enable()

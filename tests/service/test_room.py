@@ -72,7 +72,7 @@ def test_busy_models_stay(serve: Serve) -> None:
 def test_larger_than_the_budget(serve: Serve) -> None:
     """A model that alone takes more than all may has failed, and says both figures."""
     with serve(lazy("a"), model_memory_bytes=GATED_BYTES - 1) as live:
-        found = problem(post_rows(live, model="a"), 503, seconds=True)
+        found = problem(post_rows(live, model="a"), 503)
         assert f"it takes {GATED_BYTES} bytes, and all models together may have {GATED_BYTES - 1}" in found["detail"]
         assert states(live) == {"a": "failed"}
 

@@ -135,11 +135,11 @@ class ModelHandle:
         """The error for requests to a model that is not available."""
         if self.error is None:
             return unloading_error(self.name, 1.0)
-        is_lost = isinstance(self.error, LoadError) and self.error.kind == "lost"
-        what = "has failed" if is_lost else "could not be loaded"
+        kind = self.error.kind if isinstance(self.error, LoadError) else ""
+        what = "has failed" if kind == "lost" else "could not be loaded"
         detail = f"model {self.name} {what}: {self.error.detail}"
         hint = "; ".join(filter(None, (self.error.hint, f"POST /models/{self.name}/load tries again")))
-        return UnavailableError(detail, hint=hint, retry_after=FAILED_RETRY_S)
+        return UnavailableError(detail, hint=hint, retry_after=FAILED_RETRY_S if kind in PASSING else None)
 
     async def survey(
         self, shapes: Shapes, deadline: float, *, functions: bool = False, seconds: float = math.inf

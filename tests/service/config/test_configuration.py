@@ -127,5 +127,5 @@ def test_served(serve: Serve, tmp_path: Path) -> None:
         for name in ("missing", "broken"):
             assert name in listed[name]["reason"]
             assert str(tmp_path) not in live.client.get("/models").text
-            assert tmp_path.name not in problem(post_rows(live, model=name), 503, seconds=True)["detail"]
+            assert tmp_path.name not in problem(post_rows(live, model=name), 503)["detail"]
         assert str(WEIGHTS.parent) not in live.client.get("/models").text

@@ -93,5 +93,5 @@ def test_not_ready_while_nothing_answers(serve: Serve) -> None:
 def test_ready_without_what_is_not_wanted_at_first(serve: Serve) -> None:
     """A model that is loaded when it is asked for keeps nobody away when it has failed."""
     with serve(configured(net("lazy", "Never", load="lazy"), load="startup")) as live:
-        problem(post_rows(live, model="lazy"), 503, seconds=True)
+        problem(post_rows(live, model="lazy"), 503)
         assert live.client.get("/readyz").status_code == 200

@@ -89,11 +89,11 @@ def test_failed(live: Live) -> None:
     assert "RuntimeError" in body["reason"]
     assert "secret" not in body["reason"]
     assert body["hooks"] == 0
-    found = problem(post_rows(live, model="never"), 503, seconds=True)
+    found = problem(post_rows(live, model="never"), 503)
     assert body["reason"] in found["detail"]
     assert "POST /models/never/load" in found["errors"][0]["hint"]  # it does not become well by itself
-    problem(live.client.get("/models/never/layers"), 503, seconds=True)
-    problem(live.client.post("/models/never/load"), 503, seconds=True)
+    problem(live.client.get("/models/never/layers"), 503)
+    problem(live.client.post("/models/never/load"), 503)
     assert live.client.get("/readyz").status_code == 200
     assert post_rows(live).status_code == 200
 
