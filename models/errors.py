@@ -139,6 +139,10 @@ class UnknownModelError(LayertapError):
     """No model of that name is configured."""
 
 
+class UnknownProjectionError(LayertapError):
+    """No projection of that digest is kept."""
+
+
 class LoadError(LayertapError):
     """An architecture or its weights can't be loaded; the detail shows no path.
 

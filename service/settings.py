@@ -253,6 +253,7 @@ class Settings(BaseSettings):
     max_queue_rows: int = Field(1024, gt=0)
     max_queue_bytes: Bytes = Field(1024 * MIB, gt=0)
     max_unsent_bytes: Bytes = Field(512 * MIB, gt=0)
+    max_projection_bytes: Bytes = Field(256 * MIB, ge=0)
     deadline_s: float = Field(30.0, gt=0, allow_inf_nan=False)
     otlp_endpoint: str = ""
     slow_request_s: float = Field(5.0, gt=0, allow_inf_nan=False)

@@ -138,6 +138,8 @@ def _change_each(part: RowTensor, operation: Operation, row_offset: int) -> Tens
     if operation.tensor is not None:
         rows = _read_row(part, operation.tensor).unsqueeze(info.row_axis).movedim(axes, front)
         operand = rows[torch.zeros_like(numbers), *entries]
+    elif operation.project is not None:
+        operand = project(part, operation.project).value.to(part.value.dtype).movedim(axes, front)[index]
     elif OPERATIONS[operation.op].by_row:
         operand = _draw(chosen.shape[1:], operation, operation.row or 0).to(chosen).expand_as(chosen)
     view[index] = _change(chosen, operation, operand)

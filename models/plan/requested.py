@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from typing import Literal
@@ -44,10 +44,14 @@ Rule = Literal["vit-explain", "pytorch-grad-cam"]  # the library whose arithmeti
 
 @dataclass(frozen=True)
 class TensorData:
-    """A tensor from outside: float32, little-endian ``data`` in C order."""
+    """A tensor from outside: float32, little-endian ``data`` in C order.
+
+    ``kept``: the server keeps it for many requests, so that devices and workers keep a copy.
+    """
 
     shape: tuple[int, ...]
     data: bytes
+    kept: bool = field(default=False, compare=False)
 
     @cached_property
     def digest(self) -> str:
@@ -59,13 +63,16 @@ class TensorData:
 class LinearStep:
     """A linear map of channels as in torch.nn.Linear: ``weight`` (K, C), ``bias`` (K,), or only one of them.
 
-    ``name`` names one of the model's projections; then both tensors are None until it is looked up.
+    ``name`` names one of the model's or the server's; then both tensors are None until it is looked up.
+    ``relu``, ``threshold`` (one number, or (K,)) and ``top_k`` then set some of the K results to 0.
     """
 
     weight: TensorData | None = None
     bias: TensorData | None = None
     relu: bool = False
     name: str = ""
+    threshold: TensorData | None = None
+    top_k: int | None = None
 
     @property
     def channels(self) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from layertap.service.engine.prepare.sources import count_taken_bytes, fill_tens
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.engine.rows import Items
 from layertap.service.engine.short_work import is_short
+from layertap.service.engine.stored_projections import StoredProjections
 from layertap.service.features import Features, warn_of_cuts
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.inputs.items import UrlItem
@@ -53,7 +54,8 @@ class Engine:
         self.metrics = metrics
         self.admission = AdmissionControl(manager.handles, settings, metrics)
         self.unsent = UnsentReplies(settings.max_unsent_bytes)
-        self.planner = Planner(settings, self.run_in_thread)
+        self.projections = StoredProjections(settings.max_projection_bytes)
+        self.planner = Planner(settings, self.run_in_thread, self.projections)
         self.job_maker = JobMaker(manager.scheduler, self.planner, self.run_in_thread, settings.max_results)
         self._pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=start_single_threaded)
         self._long_bodies = ThreadPoolExecutor(1, "long-bodies", initializer=start_single_threaded)

@@ -75,7 +75,7 @@ class Keyring:
 async def require_admin(request: Request) -> None:
     """A dependency of routes: ForbiddenError unless the caller is an administrator."""
     if not request.scope["state"]["exchange"].admin:
-        raise ForbiddenError("this key may not load or unload models", hint="use a key from LAYERTAP_ADMIN_KEYS")
+        raise ForbiddenError("this key is no administrator's", hint="use a key from LAYERTAP_ADMIN_KEYS")
 
 
 def _list_callers(texts: tuple[str, ...], prefix: str, admin: bool) -> dict[str, tuple[bool, str]]:

@@ -25,6 +25,7 @@ from layertap.models.errors import (
     RequestError,
     TooLargeError,
     UnknownModelError,
+    UnknownProjectionError,
     clear_tracebacks,
 )
 from layertap.service import errors
@@ -123,6 +124,7 @@ STATUS: dict[type[BaseException], tuple[int, str]] = {
     errors.KeyMissingError: (401, "key-missing"),
     errors.ForbiddenError: (403, "forbidden"),
     UnknownModelError: (404, "unknown-model"),
+    UnknownProjectionError: (404, "unknown-projection"),
     errors.NotAcceptableError: (406, "not-acceptable"),
     errors.ConflictError: (409, "conflict"),
     errors.BodyTimeoutError: (408, "body-timeout"),

@@ -283,11 +283,9 @@ class SweepBody(ChangingBody, OperationBody):
             raise SelectorError(
                 f"op {self.op!r} takes no 'values'", hint=f"use {', '.join(NUMBERS)}, or leave them out"
             )
-        if self.tensor is not None or self.source is not None:
-            given = "tensor" if self.tensor is not None else "from"
+        own = {"tensor": self.tensor, "from": self.source, "project": self.project, number: getattr(self, number)}
+        if given := next((name for name, value in own.items() if value is not None), ""):
             raise SelectorError(f"'values' and '{given}' cannot be combined", hint="give one of them")
-        if getattr(self, number) is not None:
-            raise SelectorError(f"'values' and '{number}' cannot be combined", hint="give one of them")
         if number == "std" and min(self.values) < 0:
             raise SelectorError("a standard deviation is 0 or more")
         return number

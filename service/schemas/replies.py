@@ -288,6 +288,21 @@ class ModelsReply(BaseModel):
     limits: Limits
 
 
+class StoredProjection(BaseModel):
+    """A projection by its digest; ``channels``: how many it takes and gives."""
+
+    digest: str
+    channels: tuple[int, int]
+    bytes: int
+
+
+class ProjectionsReply(BaseModel):
+    """The projections that are kept, the least recently used first, in at most so many bytes."""
+
+    projections: list[StoredProjection]
+    max_bytes: int
+
+
 class ReloadReply(BaseModel):
     """The changes of a reloaded configuration: names of models; for changed ones, the fields.
 

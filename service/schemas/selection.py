@@ -159,12 +159,14 @@ class _OrText:
 
 
 class StepBody(StrictBody):
-    """A step of ``project``: a linear map, sent or named in the model, optionally followed by a ReLU."""
+    """A step of ``project``: a linear map, sent, named in the model or by its digest, perhaps with an activation."""
 
     weight: TensorBody | None = None
     bias: TensorBody | None = None
     name: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
     relu: Flag = False
+    threshold: Annotated[Number | TensorBody | None, OneError("Input should be a number, or a tensor [K]")] = None
+    top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -176,7 +178,10 @@ class StepBody(StrictBody):
         weight, bias = (_read_finite(each) if each is not None else None for each in (self.weight, self.bias))
         if (self.name is None) == (weight is None and bias is None):
             raise SelectorError("a step takes a 'name', or a 'weight', a 'bias' or both", hint="send either")
-        step = LinearStep(weight, bias, self.relu, self.name or "")
+        least = _read_finite(self.threshold) if isinstance(self.threshold, TensorBody) else None
+        if isinstance(self.threshold, float):
+            least = TensorData((), np.array(self.threshold, "<f4").tobytes())
+        step = LinearStep(weight, bias, self.relu, self.name or "", least, self.top_k)
         return step if step.name else check_step(step)
 
 
@@ -289,12 +294,14 @@ class OperationBody(StrictBody):
     tensor: TensorBody | None = None
     source: SourceBody | None = Field(None, alias="from")
     region: Annotated[tuple[Index, ...], Field(min_length=4, max_length=4)] | None = None
+    project: Project = None
 
     def to_operation(self, place: PlaceBody) -> Operation:
         """The operation on the part that a place names; SelectorError, InputError if it is invalid."""
         return Operation(
             tensor=_read_finite(self.tensor) if self.tensor is not None else None,
             source=self._read_source(),
+            project=_read_projection(self.project),
             **{name: getattr(self, name) for name in OF_OPERATION},
             **{name: getattr(place, name) for name in INDICES},
         )
@@ -311,12 +318,9 @@ class OperationBody(StrictBody):
 class InterventionBody(OperationBody, PlaceBody):
     """One entry of ``interventions``: the place and the change of its value."""
 
-    project: Project = None
-
     def to_intervention(self) -> Intervention:
         """The intervention; SelectorError, InputError if it is invalid."""
-        operation = replace(self.to_operation(self), project=_read_projection(self.project))
-        return Intervention(self.parse_place(), operation)
+        return Intervention(self.parse_place(), self.to_operation(self))
 
 
 class SweepPlaceBody(EntryBody):

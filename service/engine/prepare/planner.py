@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import ChainMap
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from layertap.models.plan.embedding import find_embedding, reduce_embedding
 from layertap.models.plan.options import TextLengths, measure_lengths
 from layertap.models.plan.plan import Plan, Result
 from layertap.models.plan.planner import make_plan
-from layertap.models.plan.projections import check_work
+from layertap.models.plan.projections import Projections, check_work
 from layertap.models.plan.requested import Selector
 from layertap.models.plan.selectors import parse_selector
 from layertap.models.points import GRADIENTS
@@ -54,9 +55,10 @@ GROWTH = 0.75  # of the growth of a row: borders and rounding take some of it
 class Planner:
     """Plans requests on the event loop; long computations run in threads, surveys in the model's own."""
 
-    def __init__(self, settings: Settings, run_in_thread: RunInThread) -> None:
+    def __init__(self, settings: Settings, run_in_thread: RunInThread, stored: Projections) -> None:
         self._settings = settings
         self._run_in_thread = run_in_thread
+        self._stored = stored
         self._planning: dict[Hashable, asyncio.Future[PlannedRequest | None]] = {}  # the requests being planned
 
     async def plan(
@@ -176,7 +178,8 @@ class Planner:
         if request.is_small and (found := kept.get(key)) is not None:
             _, plan, fingerprints, spaces = found
         else:
-            make = partial(_make_plan, planned, identity, lengths, self._settings.max_results)
+            known = ChainMap(planned.handle.model.projections, self._stored)  # type: ignore[arg-type]  # only read
+            make = partial(_make_plan, planned, identity, lengths, known, self._settings.max_results)
             plan, fingerprints, spaces = await self._run_in_thread(make, deadline)
             if request.is_small and len(plan.results) <= MAX_LAYERS:
                 kept.put(key, (catalog, plan, fingerprints, spaces))  # keeps the catalog alive, and its id unique
@@ -275,7 +278,7 @@ class Planner:
 
 
 def _make_plan(
-    planned: PlannedRequest, identity: str, lengths: TextLengths | None, max_results: int
+    planned: PlannedRequest, identity: str, lengths: TextLengths | None, projections: Projections, max_results: int
 ) -> tuple[Plan, Digests, Digests]:
     """The plan of a request's input, by what is known of its rows, its fingerprints and spaces; belongs in a thread.
 
@@ -286,7 +289,6 @@ def _make_plan(
     for index, selector in enumerate(request.selectors):
         indexes.setdefault(selector, index)
     check_results(len(indexes), max_results)  # each valid selector gives at least one result
-    projections = planned.handle.model.projections
     try:
         plan = make_plan(tuple(indexes), catalog, request.interventions, request.objective, lengths, projections)
     except RequestError as error:

@@ -129,14 +129,14 @@ def connect() -> tuple[Channel, socket.socket]:
     return Channel(own), other
 
 
-def pack(message: object) -> tuple[list[bytes | memoryview], int]:
+def pack(message: object, reducers: Reducers | None = None) -> tuple[list[bytes | memoryview], int]:
     """The parts of a message, and their bytes: its pickle, and before that its buffers and their sizes, if it has any.
 
     They are sent as a packet, or copied by ``share`` if they are more than ``MAX_PACKET_BYTES``.
     """
     data, pickled = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = pickle.Pickler(data, 5, buffer_callback=pickled.append)
-    pickler.dispatch_table = _reducers
+    pickler.dispatch_table = _reducers if reducers is None else reducers
     pickler.dump(message)
     if not pickled:
         return [data.getbuffer()], data.tell()
@@ -197,7 +197,7 @@ class RemoteTracebackError(Exception):
     """The traceback of an error in another process, as text."""
 
 
-class _Reducers(dict[type, Callable[[Any], Any]]):
+class Reducers(dict[type, Callable[[Any], Any]]):
     """How objects are pickled, by their type: those of which a base class has a function, and as everywhere."""
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
@@ -218,13 +218,37 @@ def _reduce_error(error: Exception) -> Any:
 
 
 def _reduce_bytes(value: ImageItem | TensorData) -> tuple[Any, ...]:
-    shape = (value.shape,) if isinstance(value, TensorData) else ()
-    return _make_of_bytes, (type(value), shape, pickle.PickleBuffer(value.data))
+    before, after = ((value.shape,), (value.kept,)) if isinstance(value, TensorData) else ((), ())
+    return _make_of_bytes, (type(value), before, pickle.PickleBuffer(value.data), *after)
 
 
-_reducers = _Reducers(
+_reducers = Reducers(
     {Tensor: _reduce_tensor, Exception: _reduce_error, ImageItem: _reduce_bytes, TensorData: _reduce_bytes}
 )
+_received: list[Any] = []  # tensors that the process at the other end numbers
+
+
+def make_reducers(find_number: Callable[[TensorData], tuple[int, bool]]) -> Reducers:
+    """Reducers by which a tensor that is kept is sent once, and then as its number.
+
+    ``find_number`` also says whether it is new; one with number 0 replaces all earlier ones.
+    """
+
+    def reduce_data(value: TensorData) -> tuple[Any, ...]:
+        if not value.kept:
+            return _reduce_bytes(value)
+        number, is_new = find_number(value)
+        return _receive, (number, *_reduce_bytes(value)[1]) if is_new else (number,)
+
+    return Reducers({**_reducers, TensorData: reduce_data})
+
+
+def _receive(number: int, *parts: Any) -> Any:
+    if parts and not number:
+        _received.clear()
+    if parts:
+        _received.append(_make_of_bytes(*parts))
+    return _received[number]
 
 
 def _make_tensor(dtype: torch.dtype, shape: tuple[int, ...], data: memoryview) -> Tensor:
@@ -238,8 +262,8 @@ def _make_error(kind: type[Exception], args: tuple[Any, ...], more: dict[str, An
     return error
 
 
-def _make_of_bytes(kind: Callable[..., object], shape: tuple[Any, ...], data: memoryview) -> object:
-    return kind(*shape, bytes(data))
+def _make_of_bytes(kind: Callable[..., object], before: tuple[Any, ...], data: memoryview, *after: Any) -> object:
+    return kind(*before, bytes(data), *after)
 
 
 def _check_connected(error: OSError) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, Literal
 
 from layertap.models.catalog.catalog import Costs
 from layertap.models.plan.plan import Capture
 from layertap.models.plan.projections import count_weights
+from layertap.models.plan.requested import TensorData
 from layertap.models.run.reduction import Reduced
 from layertap.service.engine.batch import RowSlice, SliceResult
 from layertap.service.engine.batch_key import BatchKey
-from layertap.service.engine.execute.processes.channel import Data, pack_array, pack_data, unpack_array
+from layertap.service.engine.execute.processes.channel import Data, make_reducers, pack_array, pack_data, unpack_array
 from layertap.service.engine.prepared_request import ForwardSpec, PreparedRequest
 from layertap.service.engine.rows import Rows
 
@@ -38,16 +40,33 @@ class SentSpecs:
     def __init__(self) -> None:
         self._sent: dict[Key, tuple[int, Captures, ForwardSpec]] = {}  # a spec keeps its parts' ids unique
         self._weights = 0
+        self._kept: dict[tuple[tuple[int, ...], str], int] = {}  # numbers of tensors that are kept, by their content
+        self._kept_weights = 0
+        self.reducers = make_reducers(self._find_number)
 
     def clear(self) -> None:
-        """Forget all specs; the worker forgets its own when it receives the next one."""
+        """Forget all specs and tensors; the worker forgets its own when it receives the next one."""
         self._sent.clear()
-        self._weights = 0
+        self._kept.clear()
+        self._weights = self._kept_weights = 0
 
     def make_room(self) -> None:
         """Forget all specs if they are too many. Not between a batch and the rows that join it: they share a table."""
         if len(self._sent) >= MAX_SPECS or self._weights > MAX_WEIGHTS:
-            self.clear()
+            self._sent.clear()
+            self._weights = 0
+
+    def _find_number(self, tensor: TensorData) -> tuple[int, bool]:
+        """The number of a tensor that is kept, and whether the worker doesn't know it yet; of too many all go."""
+        key = tensor.shape, tensor.digest
+        if (number := self._kept.get(key)) is not None:
+            return number, False
+        if self._kept_weights > MAX_WEIGHTS:
+            self._kept.clear()
+            self._kept_weights = 0
+        self._kept_weights += prod(tensor.shape)
+        number = self._kept[key] = len(self._kept)
+        return number, True
 
     def refer(self, prepared: PreparedRequest) -> tuple[SpecReference, Captures]:
         """The reference to a request's spec, and its captures in the order of their numbers.

@@ -134,7 +134,7 @@ class WorkerProcess:
 
     def _send(self, message: object) -> None:
         """Send a message: now, or once it is copied into shared memory."""
-        parts, size = pack(message)
+        parts, size = pack(message, self._specs.reducers)
         if size <= MAX_PACKET_BYTES:
             self.channel.write(parts)
         else:
