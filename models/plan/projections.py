@@ -72,7 +72,7 @@ def make_step(arrays: Mapping[Any, NDArray[Any]]) -> LinearStep:
         hint = "save the state_dict of a torch.nn.Linear"
         raise SelectorError("it has other tensors than a finite 'weight' and 'bias'", hint=hint)
     kept = {name: TensorData(array.shape, array.tobytes(), kept=True) for name, array in found.items()}
-    return check_step(LinearStep(**kept))
+    return check_step(LinearStep(kept["weight"], kept.get("bias"), threshold=kept.get("threshold")))
 
 
 def read_projection(name: str, path: str) -> LinearStep:

@@ -38,6 +38,7 @@ Method = Literal[
     "gradient_rollout",
     "relevance",
 ]
+Measure = Literal["cka", "rsa", "procrustes", "gram"]
 Baseline = float | Literal["blur", "input"]  # one value everywhere, the blurred picture, or an input of the request
 Rule = Literal["vit-explain", "pytorch-grad-cam"]  # the library whose arithmetic is used instead of the paper's
 
@@ -266,3 +267,12 @@ class Explanation:
     baseline: Baseline | None = None
     baseline_input: int = 0  # the index of the input that "input" stands for
     rule: Rule | None = None  # of methods with a library's variant
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How alike layers place the same inputs: by which measures, and to which other layers they are compared."""
+
+    measures: tuple[Measure, ...]
+    model: str | None = None
+    selectors: tuple[Selector, ...] = ()  # of ``model``; none: each layer is compared to all that are asked for

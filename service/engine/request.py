@@ -10,6 +10,7 @@ from typing import Literal
 
 from layertap.models.errors import Fault, LayertapError, RequestError
 from layertap.models.plan.requested import (
+    Comparison,
     Embedding,
     Explanation,
     InputOptions,
@@ -61,6 +62,7 @@ class ExtractRequest:
     truncate: Truncate | None = None  # how to cut long texts; None: as the model's folder says
     explanation: Explanation | None = None  # computed from captures
     sweep: Sweep | None = None  # edits to try one by one
+    comparison: Comparison | None = None  # computed from the features of all inputs
     input_options: Mapping[int, InputOptions] = field(default_factory=dict)  # by input, each then a separate job
     rate: int | None = None  # arrays without a rate of their own are samples of sounds, so many a second
     on_error: Literal["fail", "skip"] = "fail"

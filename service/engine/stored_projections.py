@@ -42,13 +42,14 @@ class StoredProjections(Mapping[str, LinearStep]):
             self._steps.move_to_end(digest)
             return self._steps[digest]
 
-    def list(self) -> list[tuple[str, LinearStep]]:
-        """All of them by their digests, the least recently used first."""
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each by its digest, the least recently used first."""
         with self._lock:
-            return list(self._steps.items())
+            return {digest: count_bytes(step) for digest, step in self._steps.items()}
 
     def __iter__(self) -> Iterator[str]:
-        return iter([digest for digest, _ in self.list()])
+        return iter(self.sizes)
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -14,6 +14,7 @@ from layertap.models.plan.operations import count_entries
 from layertap.models.plan.options import TextLengths, measure_lengths
 from layertap.models.plan.plan import Capture, ResolvedIntervention, ResolvedObjective, Result, get_boundary
 from layertap.models.plan.planner import collect_faults, raise_faults, resolve_intervention, resolve_objective
+from layertap.models.plan.projections import Projections, check_work
 from layertap.models.plan.requested import Intervention, Objective, Reduction, Sweep
 from layertap.models.points import GRADIENTS, Point
 from layertap.models.run import fingerprint
@@ -69,9 +70,10 @@ class SweptInput:
 class PlaceFinder:
     """Finds the places of a sweep for a request's inputs; inputs of one shape and length share them."""
 
-    def __init__(self, sweep: Sweep, text: TextSpec | None) -> None:
+    def __init__(self, sweep: Sweep, text: TextSpec | None, projections: Projections) -> None:
         self._sweep = sweep
         self._text = text
+        self._projections = projections
         self._found: dict[object, tuple[Place, ...]] = {}
 
     def describe(self, job: Job, objective: Objective) -> SweptInput:
@@ -102,7 +104,7 @@ class PlaceFinder:
         faults: list[Fault] = []
         for index, place in enumerate(self._sweep.places):
             with collect_faults(faults, f"/layers/{index}"):
-                for each in _find_places(place, job, metric, lengths):
+                for each in _find_places(place, job, metric, lengths, self._projections):
                     if found.setdefault(each.key, each).changes != each.changes:
                         raise SelectorError(f"{escape(each.key)} is edited by two entries", hint="name it once")
         raise_faults(faults)
@@ -113,12 +115,15 @@ def _find_source(place: Intervention) -> int | None:
     return place.operation.source.input if place.operation.source is not None else None
 
 
-def _find_places(place: Intervention, job: Job, metric: Point, lengths: TextLengths | None) -> list[Place]:
+def _find_places(
+    place: Intervention, job: Job, metric: Point, lengths: TextLengths | None, projections: Projections
+) -> list[Place]:
     """The places of one entry: each tensor of each layer, at all calls if the entry names none."""
     selector = place.selector
     if selector.site in GRADIENTS:
         raise SelectorError("a sweep edits values, not gradients", hint="name an output, an input or attention")
-    changes = resolve_intervention(place, None, job.prepared.catalog, lengths)
+    changes = resolve_intervention(place, None, job.prepared.catalog, lengths, projections)
+    check_work((change.info, change.operation.project) for change in changes)
     if any(change.info.single_row for change in changes):
         hint = "send 'interventions' to /extract, an edit a request"
         raise SelectorError(f"{escape(selector.text)} is known of one row at a time only", hint=hint)

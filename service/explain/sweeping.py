@@ -77,7 +77,8 @@ async def prepare(engine: Engine, request: ExtractRequest, sent: SentInputs, tic
     asked = await engine.run_in_thread(partial(_make_unedited, request, sent, handle), ticket.deadline)
     jobs = await engine.dry_run(asked, sent, ticket, tuple)
     ticket.timings.facts.rows = 0  # rows are counted when they are answered
-    find = partial(_describe_inputs, request, sweep, jobs, handle, engine.settings)
+    finder = PlaceFinder(sweep, handle.model.text, engine.planner.list_projections(handle))
+    find = partial(_describe_inputs, request, finder, jobs, engine.settings)
     inputs = await engine.run_in_thread(find, ticket.deadline)
     work = _plan_work(engine.admission, request, sweep, handle, inputs)
     work.check(ticket.deadline)
@@ -154,6 +155,7 @@ class Edit:
         prepared = replace(
             job.prepared,
             spec=replace(job.prepared.spec, plan=plan),
+            row_bytes=job.prepared.row_bytes + plan.projected_bytes,
             isolated=job.prepared.isolated or plan.isolated,
             unsplittable=job.prepared.unsplittable or plan.unsplittable,
         )
@@ -225,10 +227,9 @@ def _make_unedited(request: ExtractRequest, sent: SentInputs, handle: ModelHandl
 
 
 def _describe_inputs(
-    request: ExtractRequest, sweep: Sweep, jobs: Sequence[Job], handle: ModelHandle, settings: Settings
+    request: ExtractRequest, finder: PlaceFinder, jobs: Sequence[Job], settings: Settings
 ) -> list[SweptInput]:
     """The edits of each input; RequestError, TooLargeError."""
-    finder = PlaceFinder(sweep, handle.model.text)
     inputs = [finder.describe(job, request.for_input(job.input_index or 0).objective or Objective()) for job in jobs]
     check_results(1 + max(len(each.places) for each in inputs), settings.max_results)
     return inputs

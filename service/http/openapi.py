@@ -12,11 +12,11 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute
 
-from layertap.models.plan.requested import Method
+from layertap.models.plan.requested import Measure, Method
 from layertap.service.formats.table import FORMATS
 from layertap.service.http import timeout
 from layertap.service.http.query import PARTS
-from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody, SweepBody
+from layertap.service.schemas.bodies import CompareBody, ExplainBody, ExtractBody, RequestBody, SweepBody
 from layertap.service.schemas.examples import PARAMETERS
 from layertap.service.schemas.replies import Problem
 from layertap.service.schemas.selection import ObjectiveBody
@@ -52,6 +52,9 @@ TEXTS = {  # parameters that are text, although the field in a body is a list or
     "from": 'the input that values are taken from, as JSON: {"input": 0}',
     "tensor": "a TensorBody as JSON",
     "region": "a JSON list of four numbers",
+    "project": "the name of a projection, or its steps as JSON (StepBody)",
+    "measures": f"{', '.join(get_args(Measure))}; several separated by commas",
+    "with": "the layers that these are compared to, as JSON (OtherBody)",
 }
 TIMEOUT: Json = {
     "name": timeout.HEADER,
@@ -144,7 +147,8 @@ def install(app: FastAPI, described: Sequence[BaseRoute]) -> None:
 def _complete(document: Json) -> Json:
     """Add schemas of bodies and problems, keys, and examples of parameters, which no route declares."""
     _, bodies = models_json_schema(
-        [(each, "validation") for each in (ExtractBody, ExplainBody, SweepBody, Problem)], ref_template=TEMPLATE
+        [(each, "validation") for each in (ExtractBody, ExplainBody, SweepBody, CompareBody, Problem)],
+        ref_template=TEMPLATE,
     )
     for operation in (each for path in document["paths"].values() for each in path.values()):
         parameters = operation.setdefault("parameters", [])

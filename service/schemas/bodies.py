@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, JsonValue
 
 from layertap.models.errors import Fault, RequestError, SelectorError
 from layertap.models.plan.requested import (
+    Comparison,
     Embedding,
     Explanation,
     Intervention,
+    Measure,
     Method,
     Rule,
     Selector,
@@ -106,14 +108,30 @@ class ChangingBody(RequestBody):
         }
 
 
-class ExtractBody(ChangingBody):
-    """The body of ``POST /extract``."""
+class LayersBody(ChangingBody):
+    """The fields of bodies that ask for layers of all inputs."""
 
     # The document shows no default: without ``layers``, the model's embedding; an empty list is an error.
     layers: Annotated[list[LayerEntry], Field(default_factory=list, min_length=1, max_length=50_000), FailFast()]
     pool: Pool = "none"
     normalize: Flag = False
     dtype: ReplyDType = "float32"
+
+    def _read_request(self) -> dict[str, Any]:
+        def read_layer(body: LayerBody) -> Selector:
+            return body.to_selector(self.pool, self.normalize, self.dtype)
+
+        pool = self.pool if "pool" in self.model_fields_set else None
+        return {
+            "selectors": read_entries(self.layers, "layers", read_layer),
+            "embedding": None if self.layers else Embedding(pool, self.normalize, self.dtype),
+            **super()._read_request(),
+        }
+
+
+class ExtractBody(LayersBody):
+    """The body of ``POST /extract``."""
+
     verify: Flag = False
     resume: str | None = Field(
         None, min_length=1, max_length=MAX_TEXT, description="the layer whose outputs the inputs are"
@@ -121,15 +139,9 @@ class ExtractBody(ChangingBody):
     probe: Flag = False
 
     def _read_request(self) -> dict[str, Any]:
-        def read_layer(body: LayerBody) -> Selector:
-            return body.to_selector(self.pool, self.normalize, self.dtype)
-
         layer = self.resume
-        pool = self.pool if "pool" in self.model_fields_set else None
         return {
-            "selectors": read_entries(self.layers, "layers", read_layer),
             "resume": read_field("/resume", lambda: parse_selector(layer)) if layer is not None else None,
-            "embedding": None if self.layers else Embedding(pool, self.normalize, self.dtype),
             "verify": self.verify,
             "probe": self.probe,
             **super()._read_request(),
@@ -289,3 +301,37 @@ class SweepBody(ChangingBody, OperationBody):
         if number == "std" and min(self.values) < 0:
             raise SelectorError("a standard deviation is 0 or more")
         return number
+
+
+SomeMeasures = Annotated[tuple[Measure, ...], Field(min_length=1, json_schema_extra=ONCE), AfterValidator(_check_once)]
+Measures = Annotated[
+    SomeMeasures,
+    BeforeValidator(make_list, json_schema_input_type=Measure | SomeMeasures),
+    OneError(f"Input should be {', '.join(map(repr, get_args(Measure)))} or a list of some"),
+]
+
+
+class OtherBody(StrictBody):
+    """The layers of another model, or of the same one as it is, that layers are compared to."""
+
+    model: str | None = Field(None, max_length=256)
+    layers: Annotated[list[LayerEntry], Field(min_length=1, max_length=50_000), FailFast()]
+    pool: Pool = "none"
+
+
+class CompareBody(LayersBody):
+    """The body of ``POST /compare``: without ``with``, layers are compared to each other."""
+
+    measures: Measures = ("cka",)
+    other: OtherBody | None = Field(None, alias="with")
+    encoding: Literal["list"] = "list"  # tables are short
+    on_error: Literal["fail"] = "fail"  # both models see the same inputs
+
+    def _read_request(self) -> dict[str, Any]:
+        comparison, other = Comparison(self.measures), self.other
+        if other is not None:
+            read = partial(LayerBody.to_selector, pool=other.pool, normalize=False, dtype="float32")
+            comparison = replace(
+                comparison, model=other.model, selectors=read_entries(other.layers, "with/layers", read)
+            )
+        return {"comparison": comparison, **super()._read_request()}

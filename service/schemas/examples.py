@@ -87,6 +87,15 @@ SWEEP: dict[str, Json] = {
         "inputs": [{"text": "a cat sat on the mat"}, {"text": "a dog sat on the mat"}],
     },
 }
+COMPARE: dict[str, Json] = {
+    "all pairs of layers": {"layers": ["block?"], "pool": "mean", "measures": "cka", "inputs": [PICTURE, PICTURE]},
+    "another model": {
+        "layers": ["block?"],
+        "with": {"model": "digits", "layers": ["head"]},
+        "measures": ["cka", "rsa", "procrustes"],
+        "inputs": [PICTURE, PICTURE],
+    },
+}
 # Values of parameters that need explaining, by name: those of one operation make a valid request together.
 PARAMETERS: Json = {
     "name": "digits",

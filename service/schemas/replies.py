@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, create_model
 
 from layertap.models.errors import Fault
 from layertap.models.labels import Outputs
+from layertap.models.plan.requested import Measure
 from layertap.models.registry import State
 from layertap.models.spec import Color, Decode, DType, InputDType, Interpolation, MemoryFormat
 from layertap.service.features import Receipt, TopEffect
@@ -288,19 +289,20 @@ class ModelsReply(BaseModel):
     limits: Limits
 
 
-class StoredProjection(BaseModel):
-    """A projection by its digest; ``channels``: how many it takes and gives."""
+class ComparisonReply(BaseModel):
+    """Tables by measure: a row for each of ``layers``, a column for each of ``other_layers``; null where it has none.
 
-    digest: str
-    channels: tuple[int, int]
-    bytes: int
+    ``gram`` has a matrix of the inputs for each of both.
+    """
 
-
-class ProjectionsReply(BaseModel):
-    """The projections that are kept, the least recently used first, in at most so many bytes."""
-
-    projections: list[StoredProjection]
-    max_bytes: int
+    model: str
+    other_model: str
+    layers: list[str]
+    other_layers: list[str]
+    rows: int
+    fingerprint: str
+    measures: dict[Measure, Numbers]
+    warnings: list[str] = []
 
 
 class ReloadReply(BaseModel):

@@ -178,8 +178,8 @@ class Planner:
         if request.is_small and (found := kept.get(key)) is not None:
             _, plan, fingerprints, spaces = found
         else:
-            known = ChainMap(planned.handle.model.projections, self._stored)  # type: ignore[arg-type]  # only read
-            make = partial(_make_plan, planned, identity, lengths, known, self._settings.max_results)
+            projections = self.list_projections(planned.handle)
+            make = partial(_make_plan, planned, identity, lengths, projections, self._settings.max_results)
             plan, fingerprints, spaces = await self._run_in_thread(make, deadline)
             if request.is_small and len(plan.results) <= MAX_LAYERS:
                 kept.put(key, (catalog, plan, fingerprints, spaces))  # keeps the catalog alive, and its id unique
@@ -191,6 +191,10 @@ class Planner:
         nbytes = likely.nbytes(planned.rows) + reply_bytes
         digests = {"fingerprints": fingerprints, "spaces": spaces}
         return replace(planned, plan=plan, **digests, nbytes=nbytes, reply_bytes=reply_bytes)
+
+    def list_projections(self, handle: ModelHandle) -> Projections:
+        """Those that requests to a model may name: its own, and the server's by their digests."""
+        return ChainMap(handle.model.projections, self._stored)  # type: ignore[arg-type]  # both are only read
 
     async def _survey_rows(
         self, planned: PlannedRequest, rows: Rows, lengths: TextLengths | None, deadline: float

@@ -1,4 +1,4 @@
-"""``POST /extract`` and ``POST /explain``: read, prepare, run, encode."""
+"""``POST /extract``, ``/explain`` and ``/compare``: read, prepare, run, encode."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from fastapi import APIRouter, Response
 from layertap.models.catalog.catalog import BACKWARD_FACTOR
 from layertap.service.engine.batch import Job
 from layertap.service.engine.collect.joined_inputs import count_bytes, digest_jobs, join_changes, list_entries
-from layertap.service.explain import explanations
+from layertap.service.explain import comparing, explanations
 from layertap.service.explain.prober import Prober, check_probed
 from layertap.service.features import get_common
+from layertap.service.formats.table import FORMATS
 from layertap.service.http.application import ExchangeRoute
 from layertap.service.http.exchange import ExchangeDependency
 from layertap.service.http.openapi import COMPUTED, describe_inputs
 from layertap.service.http.parsing import parse_request
 from layertap.service.http.problems import format_fault
-from layertap.service.http.receiving import receive
+from layertap.service.http.receiving import make_envelope_reader, receive
 from layertap.service.http.reply import describe_skipped, encode_response
-from layertap.service.schemas.bodies import ExplainBody, ExtractBody
-from layertap.service.schemas.examples import EXPLAIN, EXTRACT
-from layertap.service.schemas.replies import DryRunReply, FeaturesReply
+from layertap.service.schemas.bodies import CompareBody, ExplainBody, ExtractBody
+from layertap.service.schemas.examples import COMPARE, EXPLAIN, EXTRACT
+from layertap.service.schemas.replies import ComparisonReply, DryRunReply, FeaturesReply
 
 parse_extract = partial(parse_request, kind=ExtractBody)
 parse_explain = partial(parse_request, kind=ExplainBody)
+parse_compare = partial(parse_request, kind=CompareBody)
+read_for_json = make_envelope_reader({"json": FORMATS["json"]})
 router = APIRouter()
 described = APIRouter()  # of the plain route, for its schema only
 
@@ -76,6 +79,23 @@ async def explain(exchange: ExchangeDependency) -> Response:
     sent = await explanations.prepare(engine, asked, sent, ticket)
     features = await explanations.explain(engine, asked, sent, ticket)
     return await encode_response(features, asked, sent, engine, ticket)
+
+
+@router.post(
+    "/compare",
+    tags=["extract"],
+    summary="How alike layers, of one model or of two, place the same inputs",
+    response_model=ComparisonReply,
+    responses={status: each for status, each in COMPUTED.items() if status != 200},
+    openapi_extra=describe_inputs(CompareBody, COMPARE),
+)
+async def compare(exchange: ExchangeDependency) -> Response:
+    """Linear CKA, representational similarity, Procrustes distances and Gram matrices."""
+    engine = exchange.engine
+    (asked, sent), ticket = await receive(exchange, parse_compare, read_for_json)
+    reply = await comparing.compare(engine, asked, sent, ticket)
+    encode = partial(orjson.dumps, reply, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(await engine.run_in_thread(encode, ticket.deadline), media_type="application/json")
 
 
 def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:

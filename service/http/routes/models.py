@@ -1,4 +1,4 @@
-"""The models and their layers."""
+"""The models and their layers, and projections of these that are kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from layertap.service.http.body import load_json
 from layertap.service.http.exchange import DeadlineDependency, Exchange, ExchangeDependency
 from layertap.service.http.layer_tree import format_tree
 from layertap.service.http.model_descriptions import Json, describe_layers, describe_model
-from layertap.service.http.openapi import describe_problems
+from layertap.service.http.openapi import BINARY, describe_problems
 from layertap.service.inputs.items import TextItem
 from layertap.service.schemas.base import Flag
 from layertap.service.schemas.bodies import ExtractBody
@@ -42,6 +42,7 @@ PROBE_OPTIONS = frozenset({"preprocessed", "input"})
 FILTERS = frozenset({"match", "type", "leaf", "functions", "format"})
 ENTRY: Json = {"type": "object", "description": "an entry of 'models' in the configuration file; without its name"}
 MAX_ENTRY = 2**16  # bytes
+MATRIX: Json = {"requestBody": {"required": True, "content": {"application/x-safetensors": BINARY}}}
 LISTING_TYPES = {"json": "application/json", "text": "text/plain"}
 
 
@@ -215,6 +216,32 @@ async def unload_model(exchange: ExchangeDependency, name: str) -> Response:
     """Finish the model's requests, then unload it; one with ``load: lazy`` is loaded again by the next request."""
     await exchange.engine.manager.unload(name)
     return _reply_model(exchange, name)
+
+
+@router.put(
+    "/projections/{digest}", status_code=204, responses=describe_problems(408, 413, 422, 504), openapi_extra=MATRIX
+)
+async def put_projection(exchange: ExchangeDependency, deadline: DeadlineDependency, digest: str) -> Response:
+    """Keep a linear map of channels for requests whose ``project`` names it by its digest.
+
+    The digest is "sha256-" with the SHA-256 of the body, which holds ``weight``, perhaps ``bias`` and ``threshold``.
+    """
+    engine = exchange.engine
+    with engine.admission.admit(deadline) as ticket:
+        data = await exchange.read_body(ticket.reserve_bytes)
+        await engine.run_in_thread(partial(engine.projections.put, digest, data), deadline)
+    return Response(status_code=204)
+
+
+@router.get(
+    "/projections",
+    response_model=dict[str, int],
+    dependencies=[Depends(require_admin)],
+    responses=describe_problems(403),
+)
+def list_projections(exchange: ExchangeDependency) -> Response:
+    """The bytes of each projection that is kept, by its digest, the least recently used first."""
+    return _make_json(exchange.engine.projections.sizes)
 
 
 async def _read_entry(exchange: Exchange, deadline: float) -> Json:

@@ -1,0 +1,145 @@
+"""Compares how layers, of one model or of two, place the same inputs. To add a measure, add a table row.
+
+A layer's features, (inputs, numbers), are reduced to what each measure needs of them, at most (inputs, inputs), before
+the other model runs: a layer may have many numbers, and only tables are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layertap.models.errors import RequestError, TooLargeError
+from layertap.models.plan.requested import Measure
+from layertap.models.run import fingerprint
+from layertap.service.engine.admit.admission import Ticket
+from layertap.service.engine.engine import Engine
+from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
+from layertap.service.features import Features
+
+MAX_PRODUCTS = 2**33  # pairs of layers, times the cube of the number of inputs: some seconds
+Numbers = NDArray[np.float64]
+Side = tuple[Features, dict[Measure, list[Numbers]]]  # features without arrays; what is kept of each layer
+
+
+@dataclass(frozen=True)
+class MeasureSpec:
+    """``describe``: what is kept of features, (inputs, numbers); ``compare``: the table of two sides by these."""
+
+    describe: Callable[[Numbers], Numbers]
+    compare: Callable[[Sequence[Numbers], Sequence[Numbers]], Numbers | Sequence[Numbers]]
+
+
+def _scale(values: Numbers, axis: int | None = None) -> Numbers:
+    """The values with a norm of 1; NaN if all are 0."""
+    scaled: Numbers = values / np.linalg.norm(values, axis=axis, keepdims=axis is not None)
+    return scaled
+
+
+def _describe_products(features: Numbers) -> Numbers:
+    centred = features - features.mean(0)
+    return _scale((centred @ centred.T).ravel())
+
+
+def _describe_distances(features: Numbers) -> Numbers:
+    """The ranks of the distances (1 - Pearson) of all pairs of inputs; equal distances share their mean rank."""
+    rows = _scale(features - features.mean(1, keepdims=True), 1)
+    distances = (1 - rows @ rows.T)[np.triu_indices(len(rows), 1)]
+    _, numbers, counts = np.unique(distances, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[numbers] + 0 * distances  # NaN stays NaN
+    return _scale(ranks - ranks.mean())
+
+
+def _describe_shape(features: Numbers) -> Numbers:
+    """(inputs, axes): the centred inputs in as many axes as they span, which changes no angle or length."""
+    return _scale(np.linalg.qr((features - features.mean(0)).T, mode="r").T)  # type: ignore[attr-defined]  # an array
+
+
+def _correlate(first: Sequence[Numbers], second: Sequence[Numbers]) -> Numbers:
+    table: Numbers = np.array(first) @ np.array(second).T
+    return table
+
+
+def _find_distances(first: Sequence[Numbers], second: Sequence[Numbers]) -> Numbers:
+    def find_distance(product: Numbers) -> float:
+        return 2 - 2 * float(np.linalg.norm(product, "nuc")) if np.isfinite(product).all() else np.nan
+
+    return np.array([[find_distance(one.T @ other) for other in second] for one in first])
+
+
+MEASURES: Mapping[Measure, MeasureSpec] = {
+    "cka": MeasureSpec(_describe_products, _correlate),
+    "rsa": MeasureSpec(_describe_distances, _correlate),
+    "procrustes": MeasureSpec(_describe_shape, _find_distances),
+    "gram": MeasureSpec(
+        lambda features: features @ features.T,
+        lambda first, second: first if second is first else [*first, *second],
+    ),
+}
+
+
+async def compare(engine: Engine, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> dict[str, Any]:
+    """The fields of the reply, with tables as arrays. Raises as ``Engine.extract``."""
+    comparison = request.comparison
+    if comparison is None:
+        raise ValueError("the request asks for no comparison")
+    sent = await engine.fetch(request, sent, ticket)
+    asked = [replace(request, comparison=None, reply=ReplyOptions(limits=request.reply.limits))]
+    if comparison.selectors:
+        plain: dict[str, Any] = {"embedding": None, "interventions": (), "objective": None, "input_options": {}}
+        asked.append(replace(asked[0], model=comparison.model, selectors=comparison.selectors, **plain))
+    sides = []
+    for each in asked:
+        features = await engine.extract(each, sent, ticket)
+        kept = 2 * 8 * features.rows**2 * len(features.arrays) * len(comparison.measures)
+        ticket.reserve_bytes(kept + 4 * max(array.nbytes for array in features.arrays.values()))
+        describe = partial(_describe, features, comparison.measures)
+        sides.append(await engine.run_in_thread(describe, ticket.deadline))
+        del features, describe  # before the other model runs
+    return await engine.run_in_thread(partial(_make_reply, sides, engine.settings.max_json_numbers), ticket.deadline)
+
+
+def _describe(features: Features, measures: Sequence[Measure]) -> Side:
+    """What the measures need of each layer; RequestError for a layer without a row of one size for each input."""
+    if features.rows < 2:
+        raise RequestError("one input has nothing to be compared with", hint="send several")
+    kept: dict[Measure, list[Numbers]] = {name: [] for name in measures}
+    for key, array in features.arrays.items():
+        receipt = features.receipts[key]
+        if features.by_input or receipt.row_axis != 0 or receipt.entries_per_row != 1:
+            raise RequestError(f"{key} has no row of one size for each input", hint="name a pool, such as mean")
+        values = array.reshape(len(array), -1).astype(np.float64)
+        with np.errstate(invalid="ignore", divide="ignore"):  # a constant layer has NaN
+            for name in measures:
+                kept[name].append(MEASURES[name].describe(values))
+    return replace(features, arrays={}), kept
+
+
+def _make_reply(sides: Sequence[Side], max_numbers: int) -> dict[str, Any]:
+    """The fields of the reply; TooLargeError."""
+    (features, kept), (others, kept_others) = sides[0], sides[-1]
+    pairs, rows = len(features.receipts) * len(others.receipts), features.rows
+    grams = (len(features.receipts) + len(others.receipts)) * rows**2
+    sizes = {"procrustes": (pairs * rows**3, MAX_PRODUCTS), "gram": (grams, max_numbers), "cka": (pairs, max_numbers)}
+    for name in kept:
+        size, limit = sizes.get(name, (0, 0))
+        if size > limit:
+            detail = f"{name!r} of {rows} inputs and {pairs} pairs of layers takes {size} numbers, the limit is {limit}"
+            raise TooLargeError(detail, hint="name fewer layers, or send fewer inputs")
+    tables = {name: MEASURES[name].compare(kept[name], kept_others[name]) for name in kept}
+    digests = [each.fingerprint for each, _ in sides]
+    return {
+        "model": features.model,
+        "other_model": others.model,
+        "layers": list(features.receipts),
+        "other_layers": list(others.receipts),
+        "rows": rows,
+        "fingerprint": fingerprint.digest_explanation(f"compare {list(kept)}", digests),
+        "measures": tables,
+        **({"warnings": warnings} if (warnings := [*features.warnings, *others.warnings]) else {}),
+    }
