@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from layertap.models.catalog.catalog import TENSORS, Catalog, TensorInfo
 from layertap.models.catalog.row_tensor import describe_position
-from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
+from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, UnknownProjectionError, escape
 from layertap.models.labels import Outputs
 from layertap.models.plan.matches import find_matches, format_point, make_keys
 from layertap.models.plan.objectives import OBJECTIVES
@@ -118,6 +118,8 @@ def collect_faults(faults: list[Fault], pointer: str) -> Iterator[None]:
     """Note an error raised inside as a fault at ``pointer``; RequestError once there are many."""
     try:
         yield
+    except UnknownProjectionError as error:  # the request is right, and only comes again
+        raise UnknownProjectionError.from_faults([error.to_fault(pointer)]) from None
     except LayertapError as error:
         faults.append(error.to_fault(pointer))
         if len(faults) == MAX_FAULTS:

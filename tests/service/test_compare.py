@@ -106,9 +106,10 @@ def check(found: Json, first: Values, second: Values) -> None:
 def test_two_models(nets: Nets) -> None:
     """Pooled layers of one model to flattened ones of another, fewer inputs than numbers and more."""
     x = torch.from_numpy(IMAGES)
-    found = nets.compare(**RESNET, pool="mean", measures=MEASURES, **{"with": VIT})
+    two = [{"layer": name, "tokens": [0, -1]} for name in VIT["layers"]]
+    found = nets.compare(**RESNET, pool="mean", measures=MEASURES, **{"with": VIT | {"layers": two}})
     first = hook(nets.resnet18, RESNET["layers"], x, lambda value: value.mean((2, 3)))
-    check(found, first, hook(nets.vit, VIT["layers"], x, lambda value: value))
+    check(found, first, hook(nets.vit, VIT["layers"], x, lambda value: value[:, [0, -1]]))
     assert (found["model"], found["other_model"], found["rows"]) == ("resnet18", "vit", 12)
     assert (found["layers"], found["other_layers"]) == (RESNET["layers"], VIT["layers"])
     narrow = {"layer": "layer1", "channels": [0, 1, 2], "pool": "mean"}  # three numbers for twelve inputs

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import safetensors.torch
@@ -20,11 +22,12 @@ from layertap.models.plan import projections
 from layertap.models.spec import ModelSpec
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.config.file import ConfigError
+from layertap.service.engine.execute.processes import channel, wire, worker_process
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.digits_reference import copy_digits, forward, random_images
 from tests.service.queue_harness import hold_queue, hook_outputs, random_rows, serving_nets
-from tests.service.support import Array, Json, arrays_of, problem, tensor
+from tests.service.support import Array, Json, arrays_of, configured, problem, tensor
 from tests.transformers_nets import VOCABULARY, saved
 
 IMAGES = random_images(3, seed=5)
@@ -195,12 +198,186 @@ def test_several_in_one_forward(serve: Serve) -> None:
         np.testing.assert_allclose(arrays_of(reply.result())["conv"], value.detach(), rtol=1e-4, atol=1e-5)
 
 
+def put(live: Live, **tensors: Tensor) -> str:
+    """Send a projection once; its digest."""
+    data = safetensors.torch.save({name: value.detach().contiguous() for name, value in tensors.items()})
+    digest = f"sha256-{sha256(data).hexdigest()}"
+    reply = live.client.put(f"/projections/{digest}", content=data)
+    assert (reply.status_code, reply.content) == (204, b""), reply.text
+    return digest
+
+
+THRESHOLD = torch.linspace(0.1, 0.6, FEATURES)
+
+
+def keep_largest(x: Tensor, count: int) -> Tensor:
+    """The ``count`` largest values of each position; others 0."""
+    return x * (x >= x.sort(-1, descending=True).values[..., count - 1 : count])
+
+
+@pytest.mark.parametrize(
+    ("options", "activate"),
+    [
+        ({"top_k": 7}, lambda x: keep_largest(x, 7)),
+        ({"relu": True, "top_k": 60}, lambda x: keep_largest(x.relu(), 60)),
+        ({"top_k": 1000}, lambda x: x),
+        ({"threshold": 0.25}, lambda x: x * (x > 0.25)),
+        ({"threshold": sent(THRESHOLD)}, lambda x: x * (x > THRESHOLD)),
+        ({"threshold": -0.1, "top_k": 5}, lambda x: keep_largest(x * (x > -0.1), 5)),
+    ],
+    ids=str,
+)
+def test_activations(nets: Nets, options: Json, activate: Callable[[Tensor], Tensor]) -> None:
+    """TopK and JumpReLU autoencoders, whose features are asked for, and whose reconstruction is put in."""
+    steps = [step(ENCODER, **options), step(DECODER)]
+    changes = [{"layer": BLOCK, "op": "replace", "project": steps}]
+    found = nets.ask([{"layer": BLOCK, "project": steps[:1], "as": "features"}], model="gpt2")
+    (scores,) = nets.ask([".[logits]"], model="gpt2", interventions=changes).values()
+    for row, tokens in enumerate(TEXTS):
+        features = activate(ENCODER(nets.run(tokens)[0]))
+        np.testing.assert_allclose(found["features"][row, : len(tokens)], features, rtol=1e-4, atol=1e-5)
+        wanted = nets.run(tokens, lambda x: DECODER(activate(ENCODER(x))))[1]
+        np.testing.assert_allclose(scores[row, : len(tokens)], wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_sent_once(nets: Nets) -> None:
+    """What is named by its digest gives what it gives if it is sent, with the same fingerprint."""
+    plain = put(nets.live, **ENCODER.state_dict())
+    jumping = put(nets.live, **ENCODER.state_dict(), threshold=THRESHOLD)
+    half = put(nets.live, weight=DECODER.weight.half(), bias=DECODER.bias.double())
+    rounded = {"weight": sent(DECODER.weight.half().float()), "bias": sent(DECODER.bias)}
+    pairs: list[tuple[Any, Any]] = [
+        (plain, step(ENCODER)),
+        ([{"name": plain, "relu": True}, half], [step(ENCODER, relu=True), rounded]),
+        (jumping, step(ENCODER, threshold=sent(THRESHOLD))),
+        ({"name": jumping, "top_k": 3}, step(ENCODER, threshold=sent(THRESHOLD), top_k=3)),
+        ({"name": jumping, "threshold": 0.5}, step(ENCODER, threshold=0.5)),
+    ]
+    for named, whole in pairs:
+        replies = []
+        for project in (named, whole):
+            layers = [{"layer": BLOCK, "project": project, "pool": "last"}]
+            body = {"model": "gpt2", "layers": layers, "inputs": [{"tokens": TEXTS[0]}], "encoding": "base64"}
+            replies.append(nets.live.client.post("/extract", json=body))
+        (one,), (other,) = (arrays_of(reply).values() for reply in replies)
+        assert np.array_equal(one, other)
+        first, second = (reply.headers["x-layertap-fingerprint"] for reply in replies)
+        assert first == second
+
+
+def test_a_sweep_of_reconstructions(nets: Nets) -> None:
+    """Each token's value replaced by its reconstruction, one at a time, and one channel's, as hooks do."""
+    digest, tokens = put(nets.live, **DECODER.state_dict()), TEXTS[1]
+    project = [{"name": "encoder", "relu": True}, digest]
+    body: Json = {"model": "gpt2", "layers": [BLOCK], "inputs": [{"tokens": tokens}], "op": "replace"}
+    body |= {"project": project, "objective": {"class": 7, "position": -1}, "encoding": "base64"}
+    for each, axis in (("token", 1), ("channel", 2)):
+        found = arrays_of(nets.live.client.post("/sweep", json={**body, "each": each}))[BLOCK]
+        wanted = []
+        for index in range(found.shape[1]):
+
+            def change(x: Tensor, axis: int = axis, index: int = index) -> Tensor:
+                part = DECODER(ENCODER(x).relu()).select(axis, index).unsqueeze(axis)
+                return x.index_copy(axis, torch.tensor([index]), part)
+
+            wanted.append(float(nets.run(tokens, change)[1][-1, 7]))
+        np.testing.assert_allclose(found[0], wanted, rtol=1e-3, atol=1e-4, err_msg=each)
+    refused = nets.live.client.post("/sweep", json={**body, "values": [1, 2]})
+    assert "'values' and 'project' cannot be combined" in problem(refused, 422)["detail"]
+    refused = nets.live.client.post("/sweep", json={**body, "project": "nothing"})
+    assert problem(refused, 422)["errors"][0]["pointer"] == "/layers/0"
+
+
+def test_workers_get_it_once(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a worker too; its weights are sent once, also for changes, and again after others took their room."""
+    sizes: list[int] = []
+
+    def count(*given: Any) -> Any:
+        parts, size = channel.pack(*given)
+        sizes.append(size)
+        return parts, size
+
+    monkeypatch.setattr(worker_process, "pack", count)
+    first, second = made(64, 6_000, 5), made(64, 64, 6)  # the first one takes a message in shared memory
+    nbytes = 4 * first.weight.numel()
+    with serve(configured(), workers=1, cpu_threads=1) as live:
+        digits, x = load_model(spec()).module, torch.from_numpy(IMAGES[:1])
+        digests = [put(live, weight=each.weight) for each in (first, second)]
+        maps = forward(digits, x, "block3").detach()
+        wanted = torch.einsum("kc,nchw->nk", first.weight, maps).detach() / maps[0, 0].numel()
+        head = forward(digits, torch.einsum("kc,nchw->nkhw", second.weight, maps), behind="block3").detach()
+
+        def ask() -> int:
+            """Ask for both; how often the first one's weights were sent."""
+            sizes.clear()
+            layers = ["head", {"layer": "block3", "project": digests[0], "pool": "mean", "as": "features"}]
+            changes = [{"layer": "block3", "op": "replace", "project": digests[1]}]
+            for fields in ({"layers": layers[1:]}, {"layers": layers[:1], "interventions": changes}):
+                body = {**fields, "inputs": [tensor(IMAGES[0])], "encoding": "base64"}
+                (found,) = arrays_of(live.client.post("/extract", json=body)).values()
+                own = head if "interventions" in fields else wanted
+                np.testing.assert_allclose(found, own, rtol=1e-3, atol=1e-4)
+            return sum(size // nbytes for size in sizes)
+
+        assert [ask(), ask(), ask()] == [1, 0, 0]
+        monkeypatch.setattr(wire, "MAX_WEIGHTS", 1)  # each new one takes the room of all others
+        assert [ask(), ask()] == [0, 0]
+        put(live, weight=made(64, 5, 8).weight)
+        third = put(live, weight=made(64, 5, 7).weight)
+        body = {"layers": [{"layer": "block3", "project": third}], "inputs": [tensor(IMAGES[0])]}
+        assert live.client.post("/extract", json=body).status_code == 200
+        assert [ask(), ask()] == [1, 1]
+
+
+def test_kept_projections(serve: Serve) -> None:
+    """They have a bound; administrators see which are kept; one that is not is to be sent again."""
+    linears = [made(64, 8, seed) for seed in range(3)]
+    nbytes = 4 * 64 * 8
+    with serve(configured(), max_projection_bytes=2 * nbytes, api_keys="user", admin_keys="admin") as live:
+        live.client.headers["x-api-key"] = "user"
+        digests = [put(live, weight=each.weight) for each in linears[:2]]
+
+        def ask(digest: str) -> httpx.Response:
+            body = {"layers": [{"layer": "block3", "project": digest}], "inputs": [tensor(IMAGES[0])]}
+            return live.client.post("/extract", json=body)
+
+        assert [ask(digest).status_code for digest in reversed(digests)] == [200, 200]  # the last one used is the first
+        digests.append(put(live, weight=linears[2].weight))
+        assert [ask(digest).status_code for digest in digests] == [200, 404, 200]
+        found = problem(ask(digests[1]), 404)
+        assert found["detail"] == f"no projection '{digests[1]}' is kept"
+        assert found["hint"] == f"send it again: PUT /projections/{digests[1]}"
+        assert digests[0][7:] not in problem(ask(digests[0][7:]), 422)["hint"]  # nobody is told of other's digests
+        assert live.client.get("/projections").status_code == 403
+        listed = live.client.get("/projections", headers={"x-api-key": "admin"}).json()
+        assert listed == {digests[0]: nbytes, digests[2]: nbytes}
+        data = safetensors.torch.save({"weight": linears[1].weight.detach()})
+        for name in (digests[0], "probe", "sha256-"):
+            refused = problem(live.client.put(f"/projections/{name}", content=data), 422)
+            assert (refused["detail"], refused["hint"]) == (
+                "the body has another digest than the address",
+                f"PUT /projections/{digests[1]}",
+            )
+        bad: list[tuple[dict[str, Tensor], int, str]] = [
+            ({"weight": torch.ones(8, 64), "scale": torch.ones(8)}, 422, "it has other tensors than a finite 'weight'"),
+            ({"weight": torch.full((8, 64), torch.inf)}, 422, "it has other tensors than a finite 'weight' and 'bias'"),
+            ({"weight": torch.ones(8, 64), "threshold": torch.ones(7)}, 422, "a linear map has no weight and bias of"),
+            ({"weight": torch.ones(17, 64)}, 413, "the projection has 4352 bytes, the server keeps 4096"),
+        ]
+        for tensors, status, said in bad:
+            data = safetensors.torch.save(tensors)
+            reply = live.client.put(f"/projections/sha256-{sha256(data).hexdigest()}", content=data)
+            assert problem(reply, status)["detail"].startswith(said)
+        assert live.client.get("/projections", headers={"x-api-key": "admin"}).json() == listed
+
+
 REFUSED: list[tuple[Any, str]] = [  # a projection, and the beginning of what is said
     ({"weight": sent(torch.ones(4, 32))}, "step 0 of 'project' takes 32 channels, and 'block3' has 64; a "),
     ([step(PROBE), step(made(6, 2, 0))], "step 1 of 'project' takes 6 channels, and step 0 gives 5; a weight"),
     ("/etc/passwd", "the model has no projection '/etc/passwd'; did you mean 'probe'?"),
     ({"weight": sent(PROBE.weight), "bias": sent(torch.ones(4))}, "a linear map has no weight and bias of"),
     ({"name": "probe", "bias": sent(torch.ones(5))}, "a step takes a 'name', or a 'weight', a 'bias' or both"),
+    ({**step(PROBE), "threshold": sent(torch.ones(4))}, "a linear map has no weight and bias of shape"),
     ({"bias": sent(torch.full((64,), torch.nan))}, "the input holds NaN or infinite values; "),
 ]
 PUT: Json = {"layer": "block3", "op": "replace", "project": "probe"}
