@@ -33,9 +33,7 @@ NO_PROJECTIONS: Projections = {}
 DIGEST = "sha256-"  # what the digests begin with
 T = TypeVar("T", Reduction, Operation)
 MAX_WEIGHTS, MAX_PRODUCTS = 2**28, 2**36  # in all steps of a request, and multiplications for each row
-
-
-_copies: WeakKeyDictionary[TensorData, dict[object, Tensor]] = WeakKeyDictionary()  # of kept tensors, by their kind
+_copies: WeakKeyDictionary[TensorData, dict[object, Tensor]] = WeakKeyDictionary()  # of kept ones, by device and dtype
 
 
 def _keep_largest(value: Tensor, count: int) -> Tensor:
@@ -45,7 +43,7 @@ def _keep_largest(value: Tensor, count: int) -> Tensor:
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor, Any], Tensor]] = {  # by the field of a step, in the order of their use
     "relu": lambda value, _: value.relu(),
-    "threshold": lambda value, least: value.where(value > to_tensor(least, value), 0),
+    "threshold": lambda value, least: value.masked_fill(value <= to_tensor(least, value), 0),
     "top_k": _keep_largest,
 }
 

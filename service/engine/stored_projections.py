@@ -30,7 +30,8 @@ class StoredProjections(Mapping[str, LinearStep]):
             raise RequestError("the body has another digest than the address", hint=f"PUT /projections/{actual}")
         step = make_step(read_safetensors(data))
         if (size := count_bytes(step)) > self.max_bytes:
-            raise TooLargeError(f"the projection has {size} bytes, the server keeps {self.max_bytes}")
+            hint = "send it as steps with fewer channels, or have the operator raise LAYERTAP_MAX_PROJECTION_BYTES"
+            raise TooLargeError(f"the projection has {size} bytes, the server keeps {self.max_bytes}", hint=hint)
         with self._lock:
             self._steps.pop(digest, None)
             self._steps[digest] = step

@@ -22,7 +22,7 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.features import Features
 
-MAX_PRODUCTS = 2**33  # pairs of layers, times the cube of the number of inputs: some seconds
+MAX_PRODUCTS = 2**31  # pairs of layers, times the cube of the number of inputs: some seconds
 Numbers = NDArray[np.float64]
 Side = tuple[Features, dict[Measure, list[Numbers]]]  # features without arrays; what is kept of each layer
 
