@@ -37,8 +37,8 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 UNRESERVED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")
 # What paths of the server begin with; here, for torch is imported where the routes are made.
 ROUTES = frozenset(
-    {"docs", "embed", "embed_sparse", "explain", "extract", "livez", "metrics", "models", "openapi.json", "readyz"}
-    | {"rerank", "sweep", "ui", "v1", "v2"}
+    {"compare", "docs", "embed", "embed_sparse", "explain", "extract", "livez", "metrics", "models", "openapi.json"}
+    | {"projections", "readyz", "rerank", "sweep", "ui", "v1", "v2"}
 )
 MAX_KEY_NAME = 32  # characters
 RESERVED_FILES = 256  # workers' pipes, checkpoints, fetches, connections that are just refused

@@ -21,8 +21,8 @@ class StoredProjections(Mapping[str, LinearStep]):
         self._steps: OrderedDict[str, LinearStep] = OrderedDict()
         self._lock = threading.Lock()
 
-    def put(self, digest: str, data: bytes) -> None:
-        """Keep the projection in a safetensors file, and drop others if they are too many; for a thread.
+    def put(self, digest: str, data: bytes) -> int:
+        """Keep the projection in a safetensors file, dropping others if there is no room; its bytes. For a thread.
 
         RequestError if it is no projection, or has another digest; TooLargeError.
         """
@@ -37,6 +37,7 @@ class StoredProjections(Mapping[str, LinearStep]):
             self._steps[digest] = step
             while sum(map(count_bytes, self._steps.values())) > self.max_bytes:
                 self._steps.popitem(last=False)
+        return size
 
     def __getitem__(self, digest: str) -> LinearStep:
         with self._lock:

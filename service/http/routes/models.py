@@ -219,18 +219,21 @@ async def unload_model(exchange: ExchangeDependency, name: str) -> Response:
 
 
 @router.put(
-    "/projections/{digest}", status_code=204, responses=describe_problems(408, 413, 422, 504), openapi_extra=MATRIX
+    "/projections/{digest}",
+    response_model=dict[str, int],
+    responses=describe_problems(408, 413, 422, 504),
+    openapi_extra=MATRIX,
 )
 async def put_projection(exchange: ExchangeDependency, deadline: DeadlineDependency, digest: str) -> Response:
-    """Keep a linear map of channels for requests whose ``project`` names it by its digest.
+    """Keep a linear map of channels for requests whose ``project`` names it by its digest; its bytes by that digest.
 
     The digest is "sha256-" with the SHA-256 of the body, which holds ``weight``, perhaps ``bias`` and ``threshold``.
     """
     engine = exchange.engine
     with engine.admission.admit(deadline) as ticket:
         data = await exchange.read_body(ticket.reserve_bytes)
-        await engine.run_in_thread(partial(engine.projections.put, digest, data), deadline)
-    return Response(status_code=204)
+        size = await engine.run_in_thread(partial(engine.projections.put, digest, data), deadline)
+    return _make_json({digest: size})
 
 
 @router.get(
