@@ -93,7 +93,7 @@ def _find_step(step: LinearStep, known: Projections) -> LinearStep:
         found = known[step.name]
     except KeyError:
         if step.name.startswith(DIGEST):
-            hint = f"send it again: PUT /projections/{step.name}"
+            hint = "send it again: PUT /projections/ and this digest"
             raise UnknownProjectionError(f"no projection {escape(step.name)} is kept", hint=hint) from None
         names = [each for each in known if not each.startswith(DIGEST)]  # digests are known to their senders only
         hint = suggest(find_nearest(step.name, names, 3, cutoff=0.0)) or "send its 'weight' and 'bias'"

@@ -68,6 +68,7 @@ ROUTES: dict[str, Send] = {
     "a site": extract(layers=lambda name: [{"layer": "pool", "site": name}]),
     "layers by query": by_query,
     "a layer to change": extract(layers=["pool"], interventions=lambda name: [{"layer": name, "op": "zero"}]),
+    "a projection": extract(layers=lambda name: [{"layer": "pool", "project": f"sha256-{name}"}]),
     "an objective": extract(layers=["block3:grad_output"], objective=lambda name: {"kind": "layer", "layer": name}),
     "resume": extract(layers=["pool"], resume=str),
 }
