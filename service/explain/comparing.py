@@ -113,7 +113,8 @@ def _describe(features: Features, measures: Sequence[Measure]) -> Side:
         receipt = features.receipts[key]
         if features.by_input or receipt.row_axis != 0 or receipt.entries_per_row != 1:
             raise RequestError(f"{key} has no row of one size for each input", hint="name a pool, such as mean")
-        values = array.reshape(len(array), -1).astype(np.float64)
+        scales = features.scales.get(key, np.ones(1)).reshape(-1, 1)  # of int8
+        values = array.reshape(len(array), -1) * scales.astype(np.float64)
         with np.errstate(invalid="ignore", divide="ignore"):  # a constant layer has NaN
             for name in measures:
                 kept[name].append(MEASURES[name].describe(values))

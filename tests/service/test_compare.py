@@ -124,6 +124,9 @@ def test_one_model(nets: Nets) -> None:
     check(found, own, own)
     assert np.allclose(np.diag(found["measures"]["cka"]), 1)
     assert found["layers"] == found["other_layers"] == VIT["layers"]
+    rounded = nets.compare(**VIT, pool="cls", dtype="int8")["measures"]["cka"]
+    assert rounded != found["measures"]["cka"]
+    np.testing.assert_allclose(rounded, found["measures"]["cka"], atol=0.01)
 
 
 def test_texts_and_a_changed_model(nets: Nets) -> None:
