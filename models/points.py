@@ -8,7 +8,9 @@ from typing import Literal
 
 from layertap.models.errors import escape
 
-Site = Literal["output", "input", "grad_output", "grad_input", "attention", "attention_sink", "attention_grad"]
+Site = Literal[
+    "output", "input", "grad_output", "grad_input", "grad_weight", "attention", "attention_sink", "attention_grad"
+]
 Grid = tuple[int, int]  # rows, columns
 # The options that take indices along an axis, and the letter of that axis in a layout.
 AXES = {"channels": "C", "tokens": "T", "heads": "A", "queries": "Q", "keys": "K"}
@@ -30,12 +32,13 @@ GIVE_LAYOUT = f"add 'layout', {NAME_AXES}"
 EACH = {"channel": "channels", "head": "heads", "query": "queries", "key": "keys", "token": "tokens"}  # by one entry
 
 
-# The site of the value that each is, or is the gradient of.
+# The site of the value that each is, or is the gradient of; of weights, which a layer has when it begins, that side.
 SITES: dict[Site, Literal["output", "input", "attention", "attention_sink"]] = {
     "output": "output",
     "input": "input",
     "grad_output": "output",
     "grad_input": "input",
+    "grad_weight": "input",
     "attention": "attention",
     "attention_sink": "attention_sink",
     "attention_grad": "attention",
@@ -43,7 +46,7 @@ SITES: dict[Site, Literal["output", "input", "attention", "attention_sink"]] = {
 GRADIENTS = frozenset(site for site, value in SITES.items() if site != value)
 ATTENTION: frozenset[Site] = frozenset({"attention", "attention_sink", "attention_grad"})
 EDITABLE: frozenset[Site] = frozenset({"output", "input", "grad_output", "grad_input", "attention"})
-OF_FUNCTIONS = tuple(site for site in SITES if site not in ATTENTION)
+OF_FUNCTIONS = tuple(site for site in SITES if site not in {*ATTENTION, "grad_weight"})
 
 
 @dataclass(frozen=True)

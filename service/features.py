@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pydantic import WithJsonSchema
 
 from layertap.models.errors import Fault
+from layertap.models.plan.requested import Combine
 from layertap.models.spec import Preprocessed
 from layertap.service.probes import Probe
 
@@ -45,6 +46,7 @@ class Receipt:
     by: str | None = None  # statistics are grouped by it
     over: str | None = None  # statistics are computed over it
     edges: tuple[float, ...] | None = None  # of a histogram's bins
+    combine: Combine | None = None  # how the rows were made one result
     how: str = ""  # attention: "observed", "recomputed" beside a fused kernel, or "unfused" without that kernel
     resumed: str = ""  # the layer whose output was sent instead of the model's inputs
     forward: str = ""  # "compiled": by a warm plan's graph

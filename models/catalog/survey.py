@@ -29,7 +29,7 @@ from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, 
 from layertap.models.catalog.row_proof import TrackedForward, prove_rows
 from layertap.models.catalog.trials import find_outputs, try_forward
 from layertap.models.devices import transfer
-from layertap.models.devices.devices import TOLERANCE
+from layertap.models.devices.devices import TOLERANCE, dtype_name
 from layertap.models.devices.memory import Forward, Inputs, is_device_error
 from layertap.models.errors import IN_THE_LOG, InputError, describe_error
 from layertap.models.hooks.attach import Modules, observe_calls
@@ -102,7 +102,9 @@ def survey(
     boundaries = number_patches(alone.make_boundaries(infos, partial(_get_cost, marks)), prefix)
     calls = make_calls(boundaries, alone.views | several.views)
     modules = Modules(module)
-    layers = [_describe_layer(name, part, calls.get(modules.names[part], ())) for name, part in modules.items()]
+    runs = {name: calls.get(modules.names[part], ()) for name, part in modules.items()}
+    weights = _describe_weights(modules, runs)
+    layers = [_describe_layer(name, part, runs[name], weights[name]) for name, part in modules.items()]
     layers.sort(key=lambda layer: layer.calls[0].input.order if layer.calls else math.inf)
     return Catalog(
         {layer.name: layer for layer in layers},
@@ -293,7 +295,26 @@ def number_patches(boundaries: Mapping[Point, CallBoundary], prefix: int) -> dic
     }
 
 
-def _describe_layer(name: str, module: nn.Module, calls: Sequence[Call]) -> Layer:
+def _describe_weights(modules: Modules, calls: Mapping[str, Sequence[Call]]) -> Mapping[str, Sequence[TensorInfo]]:
+    """A row's gradients of the parameters of each layer that runs: of its own, and of those of parts that never run.
+
+    Left out are those of scripted modules, integers, and classes of other libraries, such as quantised weights.
+    """
+    weights = defaultdict[str, list[TensorInfo]](list)
+    for name, part in modules.items():
+        owner = name
+        while not calls[owner] and owner != ".":
+            owner = owner.rpartition(".")[0] or "."
+        inside = name.removeprefix(owner).removeprefix(".")
+        scripted = isinstance(part, torch.jit.ScriptModule)
+        for key, value in () if scripted else part.named_parameters(recurse=False):
+            if type(value) is nn.Parameter and value.is_floating_point():
+                path, shape = f"{inside}.{key}" if inside else key, (1, *value.shape)
+                weights[owner].append(TensorInfo((path,), shape, dtype_name(value.dtype), single_row=True))
+    return weights
+
+
+def _describe_layer(name: str, module: nn.Module, calls: Sequence[Call], weights: Sequence[TensorInfo]) -> Layer:
     is_scripted = isinstance(module, torch.jit.ScriptModule)
     hazards = {
         "inplace": getattr(module, "inplace", False) is True,
@@ -308,4 +329,5 @@ def _describe_layer(name: str, module: nn.Module, calls: Sequence[Call]) -> Laye
         sum(parameter.numel() for parameter in module.parameters()),
         tuple(calls),
         tuple(hazard for hazard, is_so in hazards.items() if is_so),
+        tuple(weights),
     )

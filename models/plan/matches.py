@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from layertap.models.catalog.catalog import Call, Catalog, Layer, TensorInfo
@@ -31,7 +32,8 @@ def find_matches(selector: Selector, catalog: Catalog) -> tuple[list[Tap], list[
     if selector.function is not None:
         _check_function(selector, catalog)
     layers, skipped = _find_layers(selector, catalog)
-    taps = [tap for layer in layers for tap in _find_in_layer(selector, layer, catalog)]
+    find = _find_weights if selector.site == "grad_weight" else partial(_find_in_layer, catalog=catalog)
+    taps = [tap for layer in layers for tap in find(selector, layer)]
     if not taps:
         errors = (_refused_error(selector, layer, call) for layer in layers for call in _find_calls(selector, layer))
         what = "has such a call, path or site" if selector.function is None else "calls such a function"
@@ -69,7 +71,7 @@ def make_keys(selector: Selector, taps: Sequence[Tap], catalog: Catalog) -> list
 
 def format_point(point: Point, catalog: Catalog) -> str:
     """A point's canonical name: with its call if its layer has several, and with its site unless it is the output."""
-    several = len(catalog.layers[point.layer].calls) > 1
+    several = len(catalog.layers[point.layer].calls) > 1 and point.site != "grad_weight"
     return _add_site(point.format_name(f"#{point.call}" if several else ""), point)
 
 
@@ -177,6 +179,19 @@ def _find_in_layer(selector: Selector, layer: Layer, catalog: Catalog) -> Iterat
         if not taps and not selector.is_glob:
             raise _refused_error(selector, layer, number) or _no_tensor_error(selector, layer, number, catalog)
         yield from taps
+
+
+def _find_weights(selector: Selector, layer: Layer) -> Iterator[Tap]:
+    """A layer's parameters, at its first call: their gradient is of all calls together."""
+    if selector.call is not None:
+        detail = "the gradient of a layer's weights is of all of its calls together"
+        raise SelectorError(detail, hint="leave the number of the call out")
+    start = selector.path or ()
+    found = [info for info in layer.weights if info.path[: len(start)] == start]
+    if not found and not selector.is_glob:
+        detail = f"layer {escape(layer.name)} has no floating parameter of its own{' of that name' if start else ''}"
+        raise UnknownLayerError(detail, hint=_list_paths(layer.weights) or "name one of its parts, or a glob of them")
+    return (Tap(Point(layer.name, 0, info.path, "grad_weight"), info) for info in found)
 
 
 def _find_functions(selector: Selector, call: Call) -> Mapping[str, Call]:

@@ -195,6 +195,10 @@ def check_reduction(tap: Tap, reduction: Reduction, catalog: Catalog, lengths: T
         info = describe_projection(info, reduction.project)
     if reduction.stats is not None:
         yield from _check_stats(name, replace(tap, info=info), reduction, sizes_known)
+    if reduction.combine is not None and tap.point.site != "grad_weight":
+        yield f"'combine' is of gradients of weights, and {name} is none", "leave it out, or add ':grad_weight'"
+    if reduction.combine is not None and reduction.dtype != "float32":
+        yield f"'combine' is computed in float32, not {reduction.dtype}", "leave 'dtype' out of this entry"
     if reduction.normalize and reduction.pool == "none":
         yield "'normalize' needs a pooled result", "add a pool: 'mean', 'flatten', …"
     pooling = POOLINGS[reduction.pool]

@@ -98,12 +98,19 @@ class Capture(Tap):
 
     def reply_shape(self, rows: int) -> tuple[int, ...]:
         """The shape in a reply: without the row axis if rows are merged."""
-        return self.shape(rows)[1:] if self.reduction.over else self.shape(rows)
+        if self.reduction.combine == "dot":
+            return rows, rows
+        return self.shape(rows)[1:] if self.merges_rows else self.shape(rows)
+
+    @property
+    def merges_rows(self) -> bool:
+        """Whether the reply has one result of all rows."""
+        return self.reduction.over is not None or self.reduction.combine is not None
 
     @property
     def reply_rows_axis(self) -> int | None:
         """The row axis in a reply; None if the tensor is the same for all rows, or rows are merged."""
-        return None if self.reduction.over else self.reduced_info.row_axis
+        return None if self.merges_rows else self.reduced_info.row_axis
 
     @property
     def dtype(self) -> str:
@@ -198,6 +205,12 @@ class Plan:
         """Each distinct capture once."""
         scores = [] if self.scores is None else [self.scores]
         return frozenset([*(result.capture for result in self.results), *scores, *self.extra])
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the gradients of one row's objective with respect to weights."""
+        taken = {capture.point: capture.info.nbytes for capture in self.captures if capture.point.site == "grad_weight"}
+        return sum(taken.values())
 
     @property
     def projected_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 
 from layertap.models.catalog.catalog import TENSORS, Catalog, TensorInfo
 from layertap.models.catalog.row_tensor import describe_position
@@ -187,6 +188,8 @@ def _resolve_layer(
     raise_first(refusal for _, refusal in refused if not (selector.is_glob and taps))
     results = []
     for tap in taps:
+        if tap.point.site == "grad_weight" and reduction.project is not None and not tap.info.layout_given:
+            tap = replace(tap, info=replace(tap.info, shape=(1, prod(tap.info.shape)), layout="NC"))  # one vector
         raise_first(check_reduction(tap, reduction, catalog, lengths))
         length = lengths.kept if lengths is not None and tap.info.token_axes else None
         capture = Capture(tap.point, tap.info, reduction, length)

@@ -19,6 +19,7 @@ ObjectiveKind = Literal[
 LossReduction = Literal["mean", "batchmean", "sum"]  # as in torch's losses
 Terms = tuple[tuple[float, int], ...]  # (weight, class) or (weight, channel) pairs
 By = Literal["channel", "head"]
+Combine = Literal["sum", "mean", "mean_square", "dot"]
 BY_AXIS: dict[By, str] = {"channel": "C", "head": "A"}  # the axis's letter in a layout
 Class = int | Literal["top"]  # an index, or the row's highest class
 Method = Literal[
@@ -118,6 +119,7 @@ class Reduction(Part):
     by: By | None = None  # statistics of each channel or head of a row
     over: Literal["inputs"] | None = None  # statistics of all rows of the request together
     edges: tuple[float, ...] | None = None  # of the histogram's bins
+    combine: Combine | None = None  # all rows of the request into one result, after every other step
     pool: Pool = "none"
     normalize: bool = False  # L2, over the last axis of a pooled result
     dtype: ReplyDType = "float32"

@@ -7,7 +7,7 @@ are computed in the input's dtype: for float32 values above 1e19 ``l2`` and ``st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -17,9 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from layertap.models.plan.requested import Combine
+
 BINS = 16
 MAX_EDGES = 1025
 Numbers = NDArray[np.float64]
+Rows = NDArray[np.float32]
 Merge = Callable[[Numbers, Numbers, Numbers], Numbers]
 
 
@@ -100,6 +103,30 @@ def merge_rows(
     merges = {name: STATISTICS[name.partition("[")[0]].merge or _merge_sum for name in names}
     merged = [merge(columns[name], columns.get("mean", columns[name]), weights) for name, merge in merges.items()]
     return np.stack(merged, axis=-1).astype(np.float32)
+
+
+def combine_rows(rows: Rows, how: Combine) -> Rows:
+    """All rows, (N, …), in one: their sum, mean or mean of squares, (…), or the (N, N) dot products of each two."""
+    return COMBINATIONS[how](rows).astype(np.float32, copy=False)
+
+
+def _mean_squares(rows: Rows) -> Numbers:
+    squares: Numbers = sum(np.square(row, dtype=np.float64) for row in rows) / len(rows)
+    return squares
+
+
+def _multiply(rows: Rows) -> Numbers:
+    flat = rows.reshape(len(rows), -1)
+    products: Numbers = flat @ flat.T
+    return products
+
+
+COMBINATIONS: Mapping[Combine, Callable[[Rows], Numbers]] = {
+    "sum": lambda rows: rows.sum(0, dtype=np.float64),
+    "mean": lambda rows: rows.mean(0, dtype=np.float64),
+    "mean_square": _mean_squares,
+    "dot": _multiply,
+}
 
 
 def _merge_sum(values: Numbers, *_: Numbers) -> Numbers:

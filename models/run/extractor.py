@@ -52,16 +52,18 @@ def extract_slices(
     extractor = FeatureExtractor(slices, row_count, modules, token_mask, stops)
     # Not inference mode: tensors that a model keeps (tables, caches) must be usable in a forward with a graph.
     with torch.enable_grad() if has_graph else torch.no_grad():
-        with ExitStack() as stack:
-            extractor.attach(stack)
-            with suppress(StopForward):
-                forward()
-        extractor.check()
-        if has_graph:
-            with ExitStack() as stack, suppress(StopForward):
-                extractor.attach_recompute(stack)
-                extractor.backward()
+        with ExitStack() as weights:
+            extractor.anchor_weights(weights)
+            with ExitStack() as stack:
+                extractor.attach(stack)
+                with suppress(StopForward):
+                    forward()
             extractor.check()
+            if has_graph:
+                with ExitStack() as stack, suppress(StopForward):
+                    extractor.attach_recompute(stack)
+                    extractor.backward()
+                extractor.check()
         for point in find_unreachable(forward, modules, extractor.find_unreached()):
             raise InputError(
                 f"between its input and {point.escaped_text} the model computes without gradients",
@@ -98,6 +100,8 @@ def group_actions(
             target = get_anchor(change) if is_gradient else get_actions(change).interventions
             target.append((request_slice, change))
     for capture in captures:
+        if capture.point.site == "grad_weight":
+            continue  # no hook shows it
         if capture.point.site in GRADIENTS:
             get_anchor(capture)
         else:
@@ -157,6 +161,14 @@ class FeatureExtractor:
         kept = KeptOutputs(self._modules["."]) if replaces_outputs else None
         attach_values(stack, self._modules, points, self._on_call, changed=self._changed, kept=kept)
 
+    def anchor_weights(self, stack: ExitStack) -> None:
+        """Anchor the weights whose gradients are wanted, until the stack ends; InputError for several rows."""
+        weights = {capture.point for capture in self._gradients if capture.point.site == "grad_weight"}
+        if weights and self._row_count > 1:
+            detail = "gradients of weights are taken of one input at a time"
+            raise InputError(detail, hint="leave 'isolated' out, or send one input")
+        self._anchors.anchor_weights(stack, self._modules, weights)
+
     def attach_recompute(self, stack: ExitStack) -> None:
         """Attach the hooks of a backward, in which a model with activation checkpointing recomputes activations."""
         attach_values(stack, self._modules, self._changed, self._on_recompute, changed=self._changed)
@@ -208,9 +220,12 @@ class FeatureExtractor:
             return
         gradients = self._anchors.compute_gradients()
         for capture, spans in self._gradients.items():
-            gradient = gradients.get(self._modules.locate(capture.point))
+            of_weight = capture.point.site == "grad_weight"
+            gradient = gradients.get(capture.point if of_weight else self._modules.locate(capture.point))
             if gradient is None:
                 raise self._make_unreached_error(capture.point)
+            if of_weight:
+                gradient = gradient.to_dense().reshape(capture.info.shape)
             for span in spans:
                 run_own(self._reduce, capture, span, gradient)
 
@@ -218,7 +233,7 @@ class FeatureExtractor:
         """Objectives' points without a graph to the first point whose gradient is wanted: zero may be wrong there."""
         unreached = set()
         for each in self._slices:
-            wanted = [capture.point for capture in each.captures if capture.point.site in GRADIENTS]
+            wanted = [capture.point for capture in each.captures if capture.point.site in GRADIENTS - {"grad_weight"}]
             anchors = set(map(self._modules.locate, wanted))
             if each.objective is not None and anchors and not self._anchors.reaches(each.objective.point, anchors):
                 unreached.add(each.objective.point)

@@ -49,6 +49,24 @@ class GradientAnchors:
             self._changed.append(changed)
         return successor
 
+    def anchor_weights(self, stack: ExitStack, modules: Modules, points: Collection[Point]) -> None:
+        """Anchor parameters: until the stack ends, aliases that require grad take their places in the whole tree.
+
+        The parameters themselves stay as they are: other replicas, and other processes, read them too.
+        """
+        aliases: dict[int, nn.Parameter] = {}
+        for point in points:
+            *inside, name = point.path[0].split(".")
+            owner = modules[".".join(filter(None, [point.layer.removeprefix("."), *inside])) or "."]
+            parameter = owner._parameters[name]
+            if parameter is not None:
+                self._anchors[point] = aliases.setdefault(id(parameter), nn.Parameter(parameter.detach()))
+        for part in modules.names if aliases else ():
+            for name, parameter in [*part._parameters.items()]:
+                if (alias := aliases.get(id(parameter))) is not None:
+                    stack.callback(part._parameters.__setitem__, name, parameter)
+                    part._parameters[name] = alias
+
     def add(self, point: Point, objective: Tensor) -> None:
         """Add an objective that is computed from a point's tensor."""
         self._totals[point] = self._totals[point] + objective if point in self._totals else objective
@@ -63,14 +81,15 @@ class GradientAnchors:
     def compute_gradients(self) -> Mapping[Point, Tensor]:
         """The gradient at each anchor; frees the graph. InputError if the model can't be differentiated.
 
-        If the objective does not depend on an anchor, its gradient is zero with the changes applied.
+        If the objective does not depend on an anchor, its gradient is zero with the changes applied. Of a weight this
+        is an error: it may be read from elsewhere than its module, or behind the model's own ``detach``.
         """
         anchors = list(self._anchors.values())
         totals = [total for total in self._totals.values() if total.requires_grad]
         # Autograd calls no hook without a gradient: whether a change is applied would depend on the rest of the batch.
         seeds = [None] * len(totals) + [torch.zeros_like(changed) for changed in self._changed]
         if not seeds:
-            return {key: torch.zeros_like(anchor) for key, anchor in self._anchors.items()}
+            return {key: _fill_zeros(key, anchor) for key, anchor in self._anchors.items()}
         try:
             gradients = torch.autograd.grad([*totals, *self._changed], anchors, seeds, allow_unused=True)
         except RuntimeError as error:
@@ -81,9 +100,17 @@ class GradientAnchors:
                 hint="ask for a gradient nearer to the objective",
             ) from error
         return {
-            key: torch.zeros_like(anchor) if gradient is None else gradient.detach()
+            key: _fill_zeros(key, anchor) if gradient is None else gradient.detach()
             for (key, anchor), gradient in zip(self._anchors.items(), gradients, strict=True)
         }
+
+
+def _fill_zeros(key: Point, anchor: Tensor) -> Tensor:
+    """The gradient at an anchor that nothing reaches; InputError for a weight."""
+    if key.site == "grad_weight":
+        detail = f"no gradient reaches {key.escaped_text}: this forward's objective does not depend on it"
+        raise InputError(detail, hint="leave it out", points={key: "has no gradient"})
+    return torch.zeros_like(anchor)
 
 
 def _collect_nodes(end: Tensor) -> set[Any]:

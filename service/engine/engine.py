@@ -72,7 +72,7 @@ class Engine:
         """The features of a request; any LayertapError."""
         before = self.begin(request, sent, ticket)
         parts = await self.extract_parts(request, sent, ticket)
-        if len(parts) > 1:
+        if len(parts) > 1 or request.combines:
             features = await self.run_in_thread(partial(_consume, join_inputs, parts), ticket.deadline)
         else:
             features = parts[0]

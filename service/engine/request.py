@@ -86,6 +86,11 @@ class ExtractRequest:
         plain = not narrowed and not self.interventions and not self.objective and not self.input_options
         return plain and len(self.selectors) <= MAX_LAYERS
 
+    @cached_property
+    def combines(self) -> bool:
+        """Whether a result is made of all of its rows once they are joined."""
+        return any(each.reduction.combine is not None for each in self.selectors)
+
     def for_input(self, input_index: int) -> ExtractRequest:
         """The request with the options of one input."""
         options = self.input_options.get(input_index)

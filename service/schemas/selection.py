@@ -24,6 +24,7 @@ from layertap.models.labels import Outputs
 from layertap.models.plan.projections import check_step
 from layertap.models.plan.requested import (
     By,
+    Combine,
     Intervention,
     LinearStep,
     LossReduction,
@@ -201,12 +202,15 @@ class LayerBody(EntryBody):
     by: By | None = None
     over: Literal["inputs"] | None = None
     edges: Edges = None
+    combine: Combine | None = None
     alias: str | None = Field(None, alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")
 
     def to_selector(self, pool: Pool, normalize: bool, dtype: ReplyDType) -> Selector:
         """The selector, completed by the request's fields; SelectorError if it is invalid."""
         if self.stats is None and (self.by or self.over):
             raise SelectorError("'by' and 'over' are of statistics", hint="add 'stats', or leave them out")
+        if self.stats is not None and self.combine is not None:
+            raise SelectorError("'combine' contradicts 'stats'", hint="leave one out, or send two entries")
         if self.edges is not None and "histogram" not in (self.stats or ()):
             raise SelectorError("'edges' are of a histogram", hint="add 'histogram' to 'stats', or leave them out")
         # Missing fields come from the request, except for statistics.
@@ -218,6 +222,7 @@ class LayerBody(EntryBody):
             by=self.by,
             over=self.over,
             edges=self.edges,
+            combine=self.combine,
             pool=self.pool or default.pool,
             normalize=default.normalize if self.normalize is None else self.normalize,
             dtype=self.dtype or default.dtype,

@@ -12,7 +12,7 @@ import numpy as np
 
 from layertap.models.errors import RequestError, escape
 from layertap.models.plan.plan import Result, ResultSize
-from layertap.models.plan.statistics import merge_rows
+from layertap.models.plan.statistics import combine_rows, merge_rows
 from layertap.models.points import AXES
 from layertap.models.run.fingerprint import digest_reply
 from layertap.service.engine.batch import Job
@@ -82,10 +82,18 @@ def check_entries(entries: Sequence[Entry], inputs: int, reply: ReplyOptions, ma
 
 
 def join_inputs(parts: Sequence[Features]) -> Features:
-    """The features of a request, joined from those of its jobs."""
+    """The features of a request, joined from those of its jobs, with combined rows."""
+    joined = _join_inputs(parts) if len(parts) > 1 else parts[0]
+    combined = {
+        key: combine_rows(joined.arrays[key], receipt.combine)
+        for key, receipt in joined.receipts.items()
+        if receipt.combine is not None
+    }
+    return replace(joined, arrays=joined.arrays | combined)
+
+
+def _join_inputs(parts: Sequence[Features]) -> Features:
     first = parts[0]
-    if len(parts) == 1:
-        return first
     cut = join_cuts(parts)
     arrays, scales, receipts, by_input = dict[str, Array](), dict[str, Array](), dict[str, Receipt](), set[str]()
     for key, is_common in _find_common(map(_outline_features, parts)).items():
@@ -137,7 +145,9 @@ def _find_common(outlines: Iterable[Mapping[str, Outline]]) -> dict[str, bool]:
 def _has_rows(dtype: str, receipt: Receipt) -> bool:
     """Whether inputs have an axis instead of one shared result; int8 has scales along the first axis only."""
     axis = receipt.row_axis
-    return receipt.over is not None or axis == 0 or (axis is not None and dtype != "int8")
+    return (
+        receipt.over is not None or receipt.combine is not None or axis == 0 or (axis is not None and dtype != "int8")
+    )
 
 
 def _outline_result(job: Job, result: Result) -> Outline:

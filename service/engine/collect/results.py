@@ -23,7 +23,7 @@ HALF_EXPONENT = 0x7C00  # all bits set: NaN or infinite
 
 
 def collect_features(job: Job, results: Results) -> Features:
-    """The features of a job from the results of its forwards."""
+    """The features of a job from the results of its forwards; rows that are to be combined are not yet."""
     prepared, plan = job.prepared, job.prepared.spec.plan
     arrays: dict[str, Array] = {}
     scales: dict[str, Array] = {}
@@ -124,6 +124,7 @@ def make_receipt(job: Job, result: Result) -> Receipt:
         by=reduction.by,
         over=reduction.over,
         edges=reduction.edges,
+        combine=reduction.combine,
         how="unfused" if info.source and point.layer in job.plan.unfused_layers else info.source,
         resumed=job.prepared.catalog.start,
         forward="compiled" if job.prepared.spec.compiled else "",
