@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -100,11 +101,14 @@ def test_as_torch_func(
     plan = make_plan([parse_selector(text) for text in selectors], catalog, objective=objective)
     rows = [run_plan(module, row[None], plan) for row in x]
 
-    weights = {name: value.detach().requires_grad_(not batches) for name, value in module.named_parameters()}
+    weights = {name: value.detach() for name, value in module.named_parameters()}
     if batches:
         expected = vmap(grad(lambda *given: compute_loss(module, *given)), (None, 0))(weights, x)
     else:  # torch.func takes neither checkpoints nor such functions
-        each = [torch.autograd.grad(compute_loss(module, weights, row), [*weights.values()]) for row in x]
+        plain, target = copy.deepcopy(module).requires_grad_(), torch.tensor([KLASS])
+        each = [
+            torch.autograd.grad(functional.cross_entropy(plain(row[None]), target), [*plain.parameters()]) for row in x
+        ]
         expected = dict(zip(weights, map(torch.stack, zip(*each, strict=True)), strict=True))
     names = {id(value): name for name, value in reversed([*module.named_parameters()])}
     seen = set()
