@@ -26,9 +26,9 @@ class Labels:
         return {"count": len(self.names), "from": self.origin}
 
 
-def name_classes(labels: Labels | None, classes: tuple[int, ...]) -> tuple[str, ...] | None:
-    """The names of classes; None if they have none."""
-    return tuple(labels.names[number] for number in classes) if labels is not None else None
+def name_classes(labels: Labels | None, classes: tuple[int, ...], layer: str) -> tuple[str, ...] | None:
+    """The names of classes; None if they have none, as those of another layer's output than the model's."""
+    return tuple(labels.names[number] for number in classes) if labels is not None and layer == "." else None
 
 
 @label_failures("labels")

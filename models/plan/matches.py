@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 from layertap.models.catalog.catalog import Call, Catalog, Layer, TensorInfo
@@ -32,8 +31,7 @@ def find_matches(selector: Selector, catalog: Catalog) -> tuple[list[Tap], list[
     if selector.function is not None:
         _check_function(selector, catalog)
     layers, skipped = _find_layers(selector, catalog)
-    find = _find_weights if selector.site == "grad_weight" else partial(_find_in_layer, catalog=catalog)
-    taps = [tap for layer in layers for tap in find(selector, layer)]
+    taps = [tap for layer in layers for tap in _find_in_layer(selector, layer, catalog)]
     if not taps:
         errors = (_refused_error(selector, layer, call) for layer in layers for call in _find_calls(selector, layer))
         what = "has such a call, path or site" if selector.function is None else "calls such a function"
@@ -169,6 +167,9 @@ def _find_calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
 
 def _find_in_layer(selector: Selector, layer: Layer, catalog: Catalog) -> Iterator[Tap]:
     start = selector.path or ()
+    if selector.site == "grad_weight":
+        yield from _find_weights(selector, layer)
+        return
     for number in _find_calls(selector, layer):
         taps = [
             Tap(Point(layer.name, number, info.path, selector.site, function), info)

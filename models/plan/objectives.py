@@ -19,10 +19,14 @@ from layertap.models.plan.requested import LossReduction, Objective, ObjectiveKi
 
 
 def compute_objective(rows: RowTensor, objective: Objective) -> Tensor:
-    """The sum of an objective over a request's rows, in float32 or wider; padding is left out of each row."""
+    """The sum of an objective over a request's rows, in float32 or wider; padding is left out of each row.
+
+    Divided by the number of inputs that it is the mean over.
+    """
     parts = rows.strip() if rows.is_padded else (rows,)
     sums = [compute_objectives(each, objective).sum() for each in parts]
-    return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+    total = torch.stack(sums).sum() if len(sums) > 1 else sums[0]
+    return total / objective.over if isinstance(objective.over, int) else total
 
 
 def compute_objectives(rows: RowTensor, objective: Objective) -> Tensor:
@@ -162,12 +166,12 @@ def _get_classes(rows: RowTensor, objective: Objective) -> Tensor:
 
 
 OBJECTIVES: Mapping[ObjectiveKind, ObjectiveSpec] = {
-    "logit": ObjectiveSpec(_logit, ("class", "terms")),
-    "probability": ObjectiveSpec(_probability, ("class", "terms", "outputs"), compares=True),
-    "binary": ObjectiveSpec(_binary, ("class", "terms", "outputs")),
-    "cross_entropy": ObjectiveSpec(_cross_entropy, ("class", "target", "outputs"), True, ("mean", "sum")),
-    "kl_div": ObjectiveSpec(_kl_div, ("class", "target", "outputs"), True, ("sum", "batchmean", "mean")),
-    "mse": ObjectiveSpec(_mse, ("class", "target"), reductions=("mean", "sum")),
+    "logit": ObjectiveSpec(_logit, ("layer", "class", "terms")),
+    "probability": ObjectiveSpec(_probability, ("layer", "class", "terms", "outputs"), compares=True),
+    "binary": ObjectiveSpec(_binary, ("layer", "class", "terms", "outputs")),
+    "cross_entropy": ObjectiveSpec(_cross_entropy, ("layer", "class", "target", "outputs"), True, ("mean", "sum")),
+    "kl_div": ObjectiveSpec(_kl_div, ("layer", "class", "target", "outputs"), True, ("sum", "batchmean", "mean")),
+    "mse": ObjectiveSpec(_mse, ("layer", "class", "target"), reductions=("mean", "sum")),
     "sum": ObjectiveSpec(_sum, ("layer",)),
     "mean": ObjectiveSpec(_mean, ("layer",)),
     "norm": ObjectiveSpec(_norm, ("layer",)),

@@ -346,6 +346,8 @@ def check_objective(
     if objective.reduction not in (None, *spec.reductions):
         hint = f"use one of {', '.join(map(repr, spec.reductions))}" if spec.reductions else "leave it out"
         yield f"objective {kind!r} has no reduction {objective.reduction!r}", hint
+    if objective.over == "inputs":
+        yield "only gradients are of a mean over inputs", "leave 'over' out"
     if target is not None and objective.klass is not None:
         yield "'target' replaces a class", "give one of them"
     if isinstance(target, tuple) and spec.of_probabilities:

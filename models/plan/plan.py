@@ -206,16 +206,12 @@ class Plan:
         scores = [] if self.scores is None else [self.scores]
         return frozenset([*(result.capture for result in self.results), *scores, *self.extra])
 
-    @cached_property
-    def weight_bytes(self) -> int:
-        """Bytes of the gradients of one row's objective with respect to weights."""
-        taken = {capture.point: capture.info.nbytes for capture in self.captures if capture.point.site == "grad_weight"}
-        return sum(taken.values())
-
     @property
-    def projected_bytes(self) -> int:
-        """Temporary bytes that the projections of one row need: a step's input and its result."""
-        return 2 * sum(count_projected_bytes(info, projection) for info, projection in self.list_projections())
+    def temporary_bytes(self) -> int:
+        """Bytes that one row needs for a while: for gradients of weights, and a projection's step and its input."""
+        weights = {each.point: each.info.nbytes for each in self.captures if each.point.site == "grad_weight"}
+        projected = sum(count_projected_bytes(info, projection) for info, projection in self.list_projections())
+        return sum(weights.values()) + 2 * projected
 
     def list_projections(self) -> list[tuple[TensorInfo, Projection | None]]:
         """Each capture's and each change's tensor, with its projection or None."""

@@ -287,7 +287,8 @@ def resolve_objective(objective: Objective, catalog: Catalog, lengths: TextLengt
     if spec.of_classes and objective.klass is None and objective.target is None:
         objective = replace(objective, klass="top")
     if spec.of_probabilities:
-        outputs = objective.outputs or dict(catalog.traits.outputs).get(tap.point.path)
+        of_model = dict(catalog.traits.outputs) if tap.point.layer == "." else {}
+        outputs = objective.outputs or of_model.get(tap.point.path)
         objective = replace(objective, outputs=None if outputs == "logits" else outputs)
     raise_first(check_objective(objective, tap.info, catalog, lengths))
     if objective.reduction in spec.reductions[:1]:

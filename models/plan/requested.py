@@ -220,6 +220,7 @@ class Objective:
     position: tuple[int, ...] | None = None  # a token, or a map's row and column; negatives count from the end
     reduction: LossReduction | None = None  # of a row's loss over its classes; None: the kind's default
     outputs: Outputs | None = None  # what the model returns for classes; None: logits
+    over: int | Literal["inputs"] | None = None  # it is the mean over so many inputs, or over all of the request
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,22 +111,11 @@ def combine_rows(rows: Rows, how: Combine) -> Rows:
     return COMBINATIONS[how](rows).astype(np.float32, copy=False)
 
 
-def _mean_squares(rows: Rows) -> Numbers:
-    squares: Numbers = sum(np.square(row, dtype=np.float64) for row in rows) / len(rows)
-    return squares
-
-
-def _multiply(rows: Rows) -> Numbers:
-    flat = rows.reshape(len(rows), -1)
-    products: Numbers = flat @ flat.T
-    return products
-
-
-COMBINATIONS: Mapping[Combine, Callable[[Rows], Numbers]] = {
+COMBINATIONS: Mapping[Combine, Callable[[Rows], NDArray[np.floating[Any]]]] = {
     "sum": lambda rows: rows.sum(0, dtype=np.float64),
     "mean": lambda rows: rows.mean(0, dtype=np.float64),
-    "mean_square": _mean_squares,
-    "dot": _multiply,
+    "mean_square": lambda rows: np.einsum("n...,n...->...", rows, rows, dtype=np.float64) / len(rows),
+    "dot": lambda rows: (flat := rows.reshape(len(rows), -1)) @ flat.T,
 }
 
 

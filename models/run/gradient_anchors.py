@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -88,10 +88,10 @@ class GradientAnchors:
         totals = [total for total in self._totals.values() if total.requires_grad]
         # Autograd calls no hook without a gradient: whether a change is applied would depend on the rest of the batch.
         seeds = [None] * len(totals) + [torch.zeros_like(changed) for changed in self._changed]
-        if not seeds:
-            return {key: _fill_zeros(key, anchor) for key, anchor in self._anchors.items()}
+        gradients: Sequence[Tensor | None] = [None] * len(anchors)
         try:
-            gradients = torch.autograd.grad([*totals, *self._changed], anchors, seeds, allow_unused=True)
+            if seeds:
+                gradients = torch.autograd.grad([*totals, *self._changed], anchors, seeds, allow_unused=True)
         except RuntimeError as error:
             if is_device_error(error) or find_own_line(error) is not None:  # of a backward of the model's own
                 raise
@@ -99,18 +99,14 @@ class GradientAnchors:
                 f"the model can't be differentiated there ({type(error).__name__})",
                 hint="ask for a gradient nearer to the objective",
             ) from error
+        found = dict(zip(self._anchors, gradients, strict=True))
+        if unused := [key for key in found if found[key] is None and key.site == "grad_weight"]:
+            detail = f"no gradient reaches {unused[0].escaped_text}: this input's objective does not depend on it"
+            raise InputError(detail, hint="leave it out", points=dict.fromkeys(unused, "has no gradient"))
         return {
-            key: _fill_zeros(key, anchor) if gradient is None else gradient.detach()
-            for (key, anchor), gradient in zip(self._anchors.items(), gradients, strict=True)
+            key: torch.zeros_like(self._anchors[key]) if gradient is None else gradient.detach()
+            for key, gradient in found.items()
         }
-
-
-def _fill_zeros(key: Point, anchor: Tensor) -> Tensor:
-    """The gradient at an anchor that nothing reaches; InputError for a weight."""
-    if key.site == "grad_weight":
-        detail = f"no gradient reaches {key.escaped_text}: this forward's objective does not depend on it"
-        raise InputError(detail, hint="leave it out", points={key: "has no gradient"})
-    return torch.zeros_like(anchor)
 
 
 def _collect_nodes(end: Tensor) -> set[Any]:

@@ -91,6 +91,17 @@ class ExtractRequest:
         """Whether a result is made of all of its rows once they are joined."""
         return any(each.reduction.combine is not None for each in self.selectors)
 
+    def average_over(self, inputs: int) -> ExtractRequest:
+        """The request with the number of its inputs in each objective that is a mean over them."""
+
+        def count(objective: Objective | None) -> Objective | None:
+            return replace(objective, over=inputs) if objective is not None and objective.over else objective
+
+        if self.objective is None and not self.input_options:
+            return self
+        options = {index: replace(each, objective=count(each.objective)) for index, each in self.input_options.items()}
+        return replace(self, objective=count(self.objective), input_options=options)
+
     def for_input(self, input_index: int) -> ExtractRequest:
         """The request with the options of one input."""
         options = self.input_options.get(input_index)

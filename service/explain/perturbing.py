@@ -229,7 +229,8 @@ def _make_receipts(method: PerturbedMethod, part: Features, settings: Perturbati
             resolved = resolve_objective(objective, method.model.catalog)
             results = [*captured, fingerprint.digest_changes([resolved]) or ""]
             classes = _find_classes(resolved, part)
-            labels = name_classes(method.model.labels, classes) if classes is not None else None
+            layer = resolved.point.layer
+            labels = name_classes(method.model.labels, classes, layer) if classes is not None else None
             receipt = replace(receipt, classes=classes, labels=labels)
         digest = fingerprint.digest_explanation(made_by, results)
         receipts[key] = replace(receipt, layout=asked.spec.layout, method=asked.method, fingerprint=digest, space="")

@@ -363,14 +363,14 @@ def _collect(prepared: PreparedSweep, rows: Sequence[SweptRow]) -> Features:
 
 
 def _collect_row(prepared: PreparedSweep, row: SweptRow, edited: SweptRow, swept: SweptInput) -> Features:
-    sweep, kind = prepared.sweep, row.swept.objective.objective.kind
+    sweep, resolved = prepared.sweep, row.swept.objective
     features = collect_features(row.job, row.results)
     metric = features.arrays[METRIC]
     places = row.places or edited.places
     arrays = row.arrays or [np.full((prod(place.sizes), len(sweep.tried)), metric) for place in places]
-    klass = row.swept.objective.objective.klass
+    kind, klass, layer = resolved.objective.kind, resolved.objective.klass, resolved.point.layer
     classes = (klass,) if isinstance(klass, int) else None
-    labels = name_classes(row.job.prepared.labels, classes) if classes is not None else None
+    labels = name_classes(row.job.prepared.labels, classes, layer) if classes is not None else None
     shared: dict[str, Any] = {"layout": None, "metric": kind, "classes": classes, "labels": labels, "space": ""}
     objective = fingerprint.digest_changes([swept.objective])
     digest = _digest("metric", row.job.prepared.fingerprints[METRIC], objective)

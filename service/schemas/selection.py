@@ -118,11 +118,14 @@ class PlaceBody(StrictBody):
             raise SelectorError("an entry needs 'layer' or 'type'")
         selector = parse_selector(self.layer) if self.layer is not None else Selector(text="*", pattern="*")
         path = parse_path(self.path) if self.path is not None else None
+        site = self._parse_site(selector)
+        is_named = site == "output" or selector.text.endswith(f":{site}")
         return replace(
             selector,
+            text=selector.text if is_named else f"{selector.text}:{site}",  # the result's key
             call=_choose_one("call", selector.call, self.call),
             path=_choose_one("path", selector.path, path),
-            site=self._parse_site(selector),
+            site=site,
             type=self.type,
             layout=self.layout,
         )
@@ -261,6 +264,7 @@ class ObjectiveBody(StrictBody):
     position: Position = None
     reduction: LossReduction | None = None
     outputs: Outputs | None = None
+    over: Literal["inputs"] | None = None
 
     def to_objective(self) -> Objective:
         """The objective; SelectorError if its layer is not a selector, or terms conflict with other fields."""
@@ -276,6 +280,7 @@ class ObjectiveBody(StrictBody):
             self.position,
             self.reduction,
             self.outputs,
+            self.over,
         )
 
 

@@ -145,9 +145,7 @@ def _find_common(outlines: Iterable[Mapping[str, Outline]]) -> dict[str, bool]:
 def _has_rows(dtype: str, receipt: Receipt) -> bool:
     """Whether inputs have an axis instead of one shared result; int8 has scales along the first axis only."""
     axis = receipt.row_axis
-    return (
-        receipt.over is not None or receipt.combine is not None or axis == 0 or (axis is not None and dtype != "int8")
-    )
+    return bool(receipt.over or receipt.combine) or axis == 0 or (axis is not None and dtype != "int8")
 
 
 def _outline_result(job: Job, result: Result) -> Outline:

@@ -62,8 +62,9 @@ def _make_receipts(job: Job, results: Results) -> dict[str, Receipt]:
     if plan.objective is None and prepared.mask is None and not job.cut:
         return receipts
     mask, cut = job.token_mask, job.cut if any(job.cut) else None
-    classes = _find_classes(job, results) if plan.objective is not None else None
-    labels = name_classes(prepared.labels, classes) if classes is not None else None
+    classes = labels = None
+    if plan.objective is not None and (classes := _find_classes(job, results)) is not None:
+        labels = name_classes(prepared.labels, classes, plan.objective.point.layer)
     rates = job.rates if any(job.rates) else None
     token_counts = None if mask is None else tuple(mask.sum(1).tolist())  # without padding
     return {

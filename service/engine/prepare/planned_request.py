@@ -96,7 +96,7 @@ class PlannedRequest:
         single_row = plan.single_row and not unsplittable
         anchors = plan.anchors if plan.has_graph else None
         key = self.handle.batch_keys.get(catalog, self.shapes, anchors, compiled, unsplittable, single_row)
-        if plan.has_graph and (needed := key.costs.row_bytes + plan.weight_bytes) > key.max_bytes:
+        if plan.has_graph and (needed := key.costs.row_bytes + plan.temporary_bytes) > key.max_bytes:
             raise TooLargeError(
                 f"a forward of one row that keeps its graph takes about {needed} bytes, the limit is {key.max_bytes}",
                 hint="ask for outputs, without gradients, or send a smaller input",
@@ -113,12 +113,7 @@ class PlannedRequest:
             row_bytes = sum(capture.nbytes(1) for capture in compiled.captures)
         else:
             extra = verification.list_extra_captures(plan, catalog) if request.verify else ()
-            row_bytes = (
-                plan.nbytes(1)
-                + plan.projected_bytes
-                + plan.weight_bytes
-                + 2 * sum(capture.nbytes(1) for capture in extra)
-            )
+            row_bytes = plan.nbytes(1) + plan.temporary_bytes + 2 * sum(capture.nbytes(1) for capture in extra)
         fingerprints, spaces = self.fingerprints, self.spaces
         if unsplittable:
             fingerprints = {name: fingerprint.digest_variant(each, "batch") for name, each in fingerprints.items()}

@@ -106,6 +106,7 @@ class Planner:
         rows = predict_rows(items, inputs)
         request = await self._name_embedding(request, handle, rows.tower if resumption is None else tower, deadline)
         check_count(rows.count, self._settings)
+        request = request.average_over(rows.count)
         if resumption is None:
             catalog, catalog_shapes = await self._choose_catalog(request.for_input(input_index), handle, rows, deadline)
         else:

@@ -13,7 +13,6 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from layertap.models.errors import InputError, RequestError
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Objective
 from layertap.models.plan.selectors import parse_selector
