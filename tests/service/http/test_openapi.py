@@ -316,6 +316,7 @@ def ask_everything(live: Live) -> Iterator[httpx.Response]:
         },
         {"layers": ["head"], "inputs": [PICTURE, {**PICTURE, "interventions": [change]}], "interventions": [change]},
         {"layers": ["block3:grad_output"], "objective": {}, "inputs": [PICTURE]},
+        {"layers": [{"layer": "head:grad_weight", "combine": "sum"}], "objective": {}, "inputs": [PICTURE]},
         {"layers": ["head"], "inputs": [pixels]},
         {"model": "bert", "layers": ["*"], "inputs": [TEXT, {"text": "a dog"}]},
         {"model": "bert", "layers": ["*:attention", ".:grad_input"], "objective": {}, "inputs": [TEXT]},
