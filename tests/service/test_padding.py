@@ -153,6 +153,26 @@ def test_objectives(server: Server, name: str) -> None:
             close(behind(server.of(model, [in_front(tokens)], at, objective=objective)), gradient)
 
 
+@pytest.mark.parametrize("model", ["bert", "gpt2"])
+def test_weights(server: Server, model: str) -> None:
+    """Each text's gradients of weights are those of the text alone; of those that nothing depends on there are none."""
+    module, objective = server.modules[model], {"kind": "norm"}
+    reply = server.post(model, TEXTS, ["*:grad_weight"], objective=objective)
+    left_out = " ".join(reply.json().get("warnings", ()))
+    assert ("pooler.dense[weight]' has no gradient" in left_out) == (model == "bert")
+    found, receipts = arrays_of(reply), reply.json()["receipts"]
+    named = {key: (each["layer"], each["path"][1:-1]) for key, each in receipts.items()}
+    parameters = {key: module.get_submodule(layer).get_parameter(name) for key, (layer, name) in named.items()}
+    assert len(parameters) >= len([*module.named_parameters()]) - 2
+    for row, tokens in enumerate(TEXTS):
+        ids = torch.tensor([tokens])
+        output = scores(module(input_ids=ids, attention_mask=torch.ones_like(ids)))
+        gradients = torch.autograd.grad(output.norm(), [*parameters.values()])
+        largest = max(float(each.abs().max()) for each in gradients)
+        for key, gradient in zip(parameters, gradients, strict=True):
+            np.testing.assert_allclose(found[key][row], gradient.numpy(), rtol=1e-3, atol=1e-5 * largest)
+
+
 CAPTURES: dict[str, tuple[str, Json, Change]] = {
     "flat": ("bert", {"pool": "flatten"}, lambda value: value.flatten()),
     "tokens, pooled": ("gpt2", {"tokens": [2, 0], "pool": "mean"}, lambda value: value[[2, 0]].mean(0)),
