@@ -101,7 +101,8 @@ class GradientAnchors:
             ) from error
         found = dict(zip(self._anchors, gradients, strict=True))
         if unused := [key for key in found if found[key] is None and key.site == "grad_weight"]:
-            detail = f"no gradient reaches {unused[0].escaped_text}: this input's objective does not depend on it"
+            why = "the objective does not depend on it, or the model reads it elsewhere than in its module"
+            detail = f"no gradient reaches {unused[0].escaped_text}: {why}"
             raise InputError(detail, hint="leave it out", points=dict.fromkeys(unused, "has no gradient"))
         return {
             key: torch.zeros_like(self._anchors[key]) if gradient is None else gradient.detach()

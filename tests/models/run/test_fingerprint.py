@@ -137,6 +137,7 @@ REDUCTIONS: dict[str, Any] = {
     "by": "channel",
     "over": "inputs",
     "edges": (0.0, 1.0),
+    "combine": "sum",
     "metric": Objective("sum"),
     "pool": "mean",
     "normalize": True,

@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from layertap.models.errors import InputError
 from layertap.models.plan.planner import make_plan
 from layertap.models.plan.requested import Objective
 from layertap.models.plan.selectors import parse_selector
@@ -70,6 +71,32 @@ def compute_loss(module: nn.Module, weights: dict[str, Tensor], x: Tensor) -> Te
     """The cross-entropy of one row."""
     scores = functional_call(module, weights, (x[None],))
     return functional.cross_entropy(scores, torch.tensor([KLASS]))
+
+
+class Listed(nn.Module):
+    """Reads a weight from a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(4, 4), nn.Linear(4, 5)
+        self.listed = [self.linear.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x @ self.listed[0] + self.linear.bias)
+
+
+def test_a_weight_read_elsewhere() -> None:
+    """No gradient is better than a wrong one; those of the others are there."""
+    module = seeded(Listed(), 8).requires_grad_(False)
+    catalog = surveyed(module, 4)
+    texts = (".[linear.weight]:grad_weight", ".[linear.bias]:grad_weight")
+    plans = [make_plan([parse_selector(text)], catalog, objective=Objective("norm")) for text in texts]
+    with pytest.raises(InputError, match="elsewhere than in its module") as caught:
+        run_plan(module, torch.ones(1, 4), plans[0])
+    assert [point.path for point in caught.value.points] == [("linear.weight",)]
+    (found,) = run_plan(module, torch.ones(1, 4), plans[1]).values()
+    assert found.abs().max() > 0
+    assert module.linear.weight is module.listed[0]
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # the oracle's batching rules
