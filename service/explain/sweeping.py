@@ -155,7 +155,7 @@ class Edit:
         prepared = replace(
             job.prepared,
             spec=replace(job.prepared.spec, plan=plan),
-            row_bytes=job.prepared.row_bytes + plan.projected_bytes,
+            row_bytes=job.prepared.row_bytes + plan.temporary_bytes,
             isolated=job.prepared.isolated or plan.isolated,
             unsplittable=job.prepared.unsplittable or plan.unsplittable,
         )
