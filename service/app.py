@@ -24,7 +24,7 @@ from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http import openapi
 from layertap.service.http.application import Application
 from layertap.service.http.exchange import RequestContextMiddleware
-from layertap.service.http.routes import extract, health, models, pages, sweep
+from layertap.service.http.routes import extract, health, long_work, models, pages
 from layertap.service.http.tracing import RequestTracer, TraceMiddleware
 from layertap.service.metrics import Metrics
 from layertap.service.oip import encoding as oip_encoding
@@ -36,7 +36,7 @@ from layertap.service.tei import bodies as tei_bodies
 from layertap.service.tei import routes as tei_routes
 from layertap.service.version import get_version
 
-ROUTERS = (extract.router, sweep.router, models.router, health.router)
+ROUTERS = (extract.router, long_work.router, models.router, health.router)
 EXPOSED = (  # headers of a reply that pages of other origins may read
     *("X-Layertap-Fingerprint", "X-Layertap-Space", "X-Layertap-Warnings", "X-Layertap-Skipped", "X-Layertap-Verified"),
     *("X-Layertap-Top-Classes", "X-Request-ID", "Retry-After", "Server-Timing"),

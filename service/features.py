@@ -67,8 +67,8 @@ class Receipt:
     prefix_tokens: int = 0  # tokens or attention keys before the patches
     grid_size: GridSize | None = None  # rows and columns of patches
     method: str = ""  # of the explanation whose map it is
-    metric: str = ""  # the kind of objective that a sweep measured
-    axes: tuple[str, ...] | None = None  # of a sweep, after the axis of inputs
+    metric: str = ""  # the kind of objective that a sweep or an optimisation measured
+    axes: tuple[str, ...] | None = None  # of what it measured, after the axis of inputs
     probe: Probe | None = None  # the result for the fixed input
     fingerprints: tuple[str, ...] | None = None  # of each row, if inputs of several shapes differ in it
 
@@ -131,6 +131,7 @@ class Features:
     cut: tuple[int, ...] = ()  # tokens or samples cut off each row, or 1 for a picture's unused pages; (): none
     top_classes: tuple[tuple[TopClass, ...], ...] = ()  # of each row, best first
     top_effects: tuple[tuple[TopEffect, ...], ...] = ()  # of each row, largest first
+    pixels: Array | None = None  # of an optimised picture, uint8 (H, W, 3) or (H, W), if the reply is a picture
 
     @cached_property
     def space(self) -> str:

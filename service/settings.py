@@ -38,7 +38,7 @@ UNRESERVED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123
 # What paths of the server begin with; here, for torch is imported where the routes are made.
 ROUTES = frozenset(
     {"compare", "docs", "embed", "embed_sparse", "explain", "extract", "livez", "metrics", "models", "openapi.json"}
-    | {"projections", "readyz", "rerank", "sweep", "ui", "v1", "v2"}
+    | {"optimise", "projections", "readyz", "rerank", "sweep", "ui", "v1", "v2"}
 )
 MAX_KEY_NAME = 32  # characters
 RESERVED_FILES = 256  # workers' pipes, checkpoints, fetches, connections that are just refused

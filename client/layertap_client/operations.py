@@ -54,9 +54,9 @@ def explain(
     """Maps of what speaks for an answer, one for each input, under the method's name, "METHOD.CLASS" with ``classes``.
 
     ``method``: "grad_cam", "grad_cam_plusplus", "hires_cam", "layer_cam", "xgrad_cam", "eigen_cam",
-    "ablation_cam", "saliency", "guided_backpropagation", "integrated_gradients", "smoothgrad", "occlusion",
-    "attention_rollout", "gradient_rollout" or "relevance", or a list of some. ``inputs`` as of ``extract``;
-    ``options``: those of ``ExplainOptions``. LayertapError.
+    "ablation_cam", "score_cam", "saliency", "guided_backpropagation", "integrated_gradients", "smoothgrad",
+    "occlusion", "attention_rollout", "gradient_rollout" or "relevance", or a list of some. ``inputs`` as of
+    ``extract``; ``options``: those of ``ExplainOptions``. LayertapError.
     """
     fields: dict[str, Any] = {**options, "method": method}
     timeout = fields.pop("timeout", None)

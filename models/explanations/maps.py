@@ -25,7 +25,7 @@ def grad_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
     ``values`` and ``gradients`` are that layer's; the result is (N, H, W) in its own pixels, or patches of its token
     grid, 0 and above. Selvaraju et al., "Grad-CAM", 2017, equations 1 and 2.
     """
-    maps, slopes = (_move_channels_first(each.astype(np.float32), info) for each in (values, gradients))
+    maps, slopes = (move_channels_first(each.astype(np.float32), info) for each in (values, gradients))
     return _weigh_channels(maps, slopes.mean((2, 3), keepdims=True))
 
 
@@ -34,7 +34,7 @@ def hires_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
 
     (N, H, W), 0 and above. Draelos and Carin, "Use HiResCAM instead of Grad-CAM", 2020, equation 3.
     """
-    maps, slopes = (_move_channels_first(each.astype(np.float32), info) for each in (values, gradients))
+    maps, slopes = (move_channels_first(each.astype(np.float32), info) for each in (values, gradients))
     return _weigh_channels(maps, slopes)
 
 
@@ -43,7 +43,7 @@ def layer_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
 
     (N, H, W), 0 and above. Jiang et al., "LayerCAM", 2021, equations 5 to 7.
     """
-    maps, slopes = (_move_channels_first(each.astype(np.float32), info) for each in (values, gradients))
+    maps, slopes = (move_channels_first(each.astype(np.float32), info) for each in (values, gradients))
     return _weigh_channels(maps, np.maximum(slopes, 0.0))
 
 
@@ -52,14 +52,14 @@ def xgrad_cam(values: Array, gradients: Array, info: TensorInfo) -> Array:
 
     (N, H, W), 0 and above. Fu et al., "Axiom-based Grad-CAM", 2020, equation 8.
     """
-    maps, slopes = (_move_channels_first(each.astype(np.float64), info) for each in (values, gradients))
+    maps, slopes = (move_channels_first(each.astype(np.float64), info) for each in (values, gradients))
     totals, moments = maps.sum((2, 3), keepdims=True), (maps * slopes).sum((2, 3), keepdims=True)
     return _weigh_channels(maps, np.divide(moments, totals, out=np.zeros_like(moments), where=totals != 0))
 
 
-def weigh_by_drops(values: Array, drops: Array, info: TensorInfo) -> Array:
-    """As Grad-CAM of one row, (1, H, W), each channel weighted by the score's drop without it; drops (channels,)."""
-    return _weigh_channels(_move_channels_first(values.astype(np.float32), info), drops[None, :, None, None])
+def weigh_by_scores(values: Array, weights: Array, info: TensorInfo) -> Array:
+    """As Grad-CAM of one row, (1, H, W), each channel weighted by what scores of changed rows say; (channels,)."""
+    return _weigh_channels(move_channels_first(values.astype(np.float32), info), weights[None, :, None, None])
 
 
 def eigen_cam(values: Array, info: TensorInfo) -> Array:
@@ -68,7 +68,7 @@ def eigen_cam(values: Array, info: TensorInfo) -> Array:
     (N, H, W), 0 and above, NaN for a row with a value that is not finite; the sign agrees with the channels' mean.
     Muhammad and Yeasin, "Eigen-CAM", 2020, with the mean subtracted, as in pytorch-grad-cam.
     """
-    maps = _move_channels_first(values, info)
+    maps = move_channels_first(values, info)
     result = np.full((len(maps), *maps.shape[2:]), np.nan, np.float32)
     for row, found in zip(maps, result, strict=True):
         flat = row.reshape(len(row), -1).astype(np.float64)
@@ -92,7 +92,7 @@ def grad_cam_plusplus(values: Array, gradients: Array, info: TensorInfo, epsilon
     in the layer's values, so that Y's derivatives are powers of S's gradient times Y. The factor Y is left out: it only
     scales a row's map, and soon overflows. ``epsilon`` is added to the denominator: 1e-6 in pytorch-grad-cam.
     """
-    maps, slopes = (_move_channels_first(each.astype(np.float64), info) for each in (values, gradients))
+    maps, slopes = (move_channels_first(each.astype(np.float64), info) for each in (values, gradients))
     below = 2 * slopes**2 + maps.sum((2, 3), keepdims=True) * slopes**3 + epsilon
     alphas = np.divide(slopes**2, below, out=np.zeros_like(below), where=below != 0)
     return _weigh_channels(maps, (alphas * np.maximum(slopes, 0.0)).sum((2, 3), keepdims=True))
@@ -104,7 +104,7 @@ def input_gradient(gradients: Array, info: TensorInfo) -> Array:
     This is guided backpropagation (Springenberg et al., "Striving for simplicity", 2014, section 3.4) if every ReLU set
     negative gradients to 0.
     """
-    return np.ascontiguousarray(_move_channels_first(gradients.astype(np.float32), info))
+    return np.ascontiguousarray(move_channels_first(gradients.astype(np.float32), info))
 
 
 def saliency(gradients: Array, info: TensorInfo) -> Array:
@@ -112,7 +112,7 @@ def saliency(gradients: Array, info: TensorInfo) -> Array:
 
     (N, H, W), 0 and above. Simonyan et al., "Deep inside convolutional networks", 2013, section 3.1.
     """
-    result: Array = np.abs(_move_channels_first(gradients.astype(np.float32), info)).max(1)
+    result: Array = np.abs(move_channels_first(gradients.astype(np.float32), info)).max(1)
     return result
 
 
@@ -228,7 +228,7 @@ def find_zero_rows(maps: Array) -> list[int]:
     return rows
 
 
-def _move_channels_first(values: Array, info: TensorInfo) -> Array:
+def move_channels_first(values: Array, info: TensorInfo) -> Array:
     """(N, C, H, W); prefix tokens are dropped, the others are put in their grid."""
     if info.layout == "NTC":
         patches = values[:, info.prefix :]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.explanations.maps import weigh_by_drops
+from layertap.models.explanations.maps import move_channels_first, weigh_by_scores
 from layertap.models.plan.requested import Explanation
 
 Array = NDArray[Any]
@@ -191,8 +191,8 @@ class AblationCam:
         score: float,
         layer: tuple[Array, TensorInfo],
     ) -> None:
-        self._row, self._score, self._layer = row, score, layer
-        self._drops = np.zeros(settings.channels)
+        self._row, self._layout, self._score, self._layer = row, info.layout or "", score, layer
+        self._measured = np.zeros(settings.channels)
 
     def make_rows(self, numbers: range) -> Array:
         """The row, repeated."""
@@ -201,11 +201,38 @@ class AblationCam:
     def add(self, numbers: range, measured: Array) -> None:
         """Add the model's results for these rows."""
         if self._score:
-            self._drops[list(numbers)] = (self._score - measured) / self._score
+            self._measured[list(numbers)] = (self._score - measured) / self._score
 
     def finish(self) -> Array:
         """The weighted sum of the layer's channels."""
-        return weigh_by_drops(self._layer[0], self._drops, self._layer[1])
+        return weigh_by_scores(self._layer[0], self._measured, self._layer[1])
+
+
+class ScoreCam(AblationCam):
+    """ReLU of a layer's channels, each weighted by the softmax of the scores of the row that it masks.
+
+    Wang et al., "Score-CAM", 2020, algorithm 1. Row k is the row times channel k, which is enlarged bilinearly with
+    aligned corners and then scaled to 0…1, as in pytorch-grad-cam. Otherwise as ``AblationCam``.
+    """
+
+    def make_rows(self, numbers: range) -> Array:
+        """The row, masked by one channel after the other."""
+        maps = move_channels_first(self._layer[0].astype(np.float32), self._layer[1])[0, list(numbers)]
+        sides = _find_sides(self._row.shape, self._layout)
+        down, across = map(_make_enlargement, maps.shape[1:], sides)
+        masks = (down @ maps @ across.T).astype(np.float32)
+        low, high = masks.min((1, 2), keepdims=True), masks.max((1, 2), keepdims=True)
+        shape = [dict(zip("HW", sides, strict=True)).get(letter, 1) for letter in self._layout[1:]]
+        return super().make_rows(numbers) * ((masks - low) / (high - low + 1e-8)).reshape(-1, *shape)
+
+    def add(self, numbers: range, measured: Array) -> None:
+        """Add the model's results for these rows."""
+        self._measured[list(numbers)] = measured
+
+    def finish(self) -> Array:
+        """The weighted sum of the layer's channels."""
+        powers = np.exp(self._measured - self._measured.max())
+        return weigh_by_scores(self._layer[0], powers / powers.sum(), self._layer[1])
 
 
 Perturbation = IntegratedGradients | SmoothGrad | Occlusion | AblationCam
@@ -235,6 +262,12 @@ def _make_blur(side: int, deviation: float) -> Array:
     blur = np.zeros((side, side))
     np.add.at(blur, (np.arange(side)[:, None], mirrored), weights / weights.sum())
     return blur
+
+
+def _make_enlargement(size: int, side: int) -> Array:
+    """Bilinear resizing of one axis with aligned corners, as a matrix (side, size)."""
+    weights: Array = np.maximum(1 - np.abs(np.linspace(0, size - 1, side)[:, None] - np.arange(size)), 0.0)
+    return weights
 
 
 @lru_cache(maxsize=32)

@@ -201,6 +201,19 @@ def normalize(pixels: Tensor, spec: PreprocessSpec, out: Tensor | None = None) -
     return normalised
 
 
+def find_pixel_range(spec: PreprocessSpec) -> tuple[Tensor, Tensor]:
+    """What pixels of 0 and 255 become, (channels, 1, 1) each, float32."""
+    low, high = normalize(torch.tensor([0.0, 255.0]).repeat_interleave(spec.channel_count).view(2, -1, 1, 1), spec)
+    return low, high
+
+
+def restore_pixels(row: Tensor, spec: PreprocessSpec) -> Tensor:
+    """The pixels of which ``normalize`` makes a row: uint8 (H, W, 3), or (H, W) of gray; other values are clipped."""
+    low, high = find_pixel_range(spec)
+    pixels = ((row - low) / (high - low)).nan_to_num().clamp(0, 1).mul(255).round().byte()
+    return (pixels.flip(0) if spec.channels == "bgr" else pixels).movedim(0, -1).squeeze(-1)
+
+
 def normalize_batch(parts: Sequence[Tensor], spec: PreprocessSpec, padding: int = 0) -> Tensor:
     """Rows of pixels on the CPU as one float32 batch, whose first row is repeated ``padding`` times at its end."""
     count = sum(map(len, parts))

@@ -30,6 +30,7 @@ Method = Literal[
     "xgrad_cam",
     "eigen_cam",
     "ablation_cam",
+    "score_cam",
     "saliency",
     "guided_backpropagation",
     "integrated_gradients",
@@ -41,6 +42,7 @@ Method = Literal[
 ]
 Measure = Literal["cka", "rsa", "procrustes", "gram"]
 Baseline = float | Literal["blur", "input"]  # one value everywhere, the blurred picture, or an input of the request
+StepRule = Literal["sgd", "adam", "sign", "scaled"]
 Rule = Literal["vit-explain", "pytorch-grad-cam"]  # the library whose arithmetic is used instead of the paper's
 
 
@@ -250,6 +252,23 @@ class Sweep:
     def tried(self) -> tuple[float | None, ...]:
         """The values of the operation's number, one after the other; None: its own."""
         return self.values or (None,)
+
+
+@dataclass(frozen=True)
+class Optimisation:
+    """Steps that raise an objective by changing the model's input; numbers are in its scale, or in shares of pixels."""
+
+    steps: int
+    learning_rate: float
+    rule: StepRule = "sgd"
+    minimise: bool = False  # lower the objective
+    jitter: int = 0  # the most pixels by which the input is rolled before a step
+    seed: int = 0
+    total_variation: float = 0.0  # weights of penalties
+    l2: float = 0.0
+    clamp: tuple[float, float] | None = None
+    epsilon: float | None = None  # the largest difference from the beginning
+    pixels: bool = False  # numbers are for pixels from 0 to 1, before the model's preprocessing
 
 
 @dataclass(frozen=True)

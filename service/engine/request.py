@@ -16,6 +16,7 @@ from layertap.models.plan.requested import (
     InputOptions,
     Intervention,
     Objective,
+    Optimisation,
     Selector,
     Sweep,
 )
@@ -63,6 +64,7 @@ class ExtractRequest:
     explanation: Explanation | None = None  # computed from captures
     sweep: Sweep | None = None  # edits to try one by one
     comparison: Comparison | None = None  # computed from the features of all inputs
+    optimisation: Optimisation | None = None  # steps that change the inputs
     input_options: Mapping[int, InputOptions] = field(default_factory=dict)  # by input, each then a separate job
     rate: int | None = None  # arrays without a rate of their own are samples of sounds, so many a second
     on_error: Literal["fail", "skip"] = "fail"

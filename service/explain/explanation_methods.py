@@ -18,6 +18,7 @@ from layertap.models.explanations.perturbations import (
     IntegratedGradients,
     Occlusion,
     Perturbation,
+    ScoreCam,
     SmoothGrad,
 )
 from layertap.models.plan.matches import find_matches
@@ -123,14 +124,19 @@ def _find_layer(explanation: Explanation, model: ModelInfo) -> list[Tap]:
     return of_maps
 
 
-def _find_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
-    """The model's input; its channels come first if its rows are made of pictures here, or nothing is known of it."""
+def list_inputs(model: ModelInfo) -> list[Tap]:
+    """The model's inputs; channels come first if rows are made of pictures here, or nothing is known of them."""
     selector = Selector(".:input", ".", site="input")
     matches, _ = find_matches(selector, model.catalog)
     is_made_here = model.model_inputs.takes_pictures and len(model.inputs) == 1
     if is_made_here or all(match.info.layout is None and len(match.info.shape) == 4 for match in matches):
         matches, _ = find_matches(replace(selector, layout="NCHW"), model.catalog)
-    of_maps = [match for match in matches if is_map(match.info)]
+    return matches
+
+
+def _find_input(explanation: Explanation, model: ModelInfo) -> list[Tap]:
+    """The model's input that is a picture."""
+    of_maps = [match for match in list_inputs(model) if is_map(match.info)]
     if not of_maps:
         raise SelectorError("no operation of this model shows that it takes a picture", hint="name a layer of maps")
     return of_maps[:1]
@@ -227,6 +233,7 @@ METHODS: dict[Method, MethodSpec] = {
     "xgrad_cam": _make_cam(maps.xgrad_cam),
     "eigen_cam": MethodSpec(_find_layer, {VALUES: "output"}, lambda it: maps.eigen_cam(it.values[0], it.info), _LAYER),
     "ablation_cam": MethodSpec(_find_input_and_layer, {VALUES: None}, options=_LAYER, perturbation=AblationCam),
+    "score_cam": MethodSpec(_find_input_and_layer, {VALUES: None}, options=_LAYER, perturbation=ScoreCam),
     "saliency": MethodSpec(_find_input, _GRADIENTS, lambda it: maps.saliency(it.gradients[0], it.info)),
     "guided_backpropagation": MethodSpec(
         _find_input,

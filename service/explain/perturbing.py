@@ -13,7 +13,7 @@ import torch
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import InputError, SelectorError
 from layertap.models.explanations import maps
-from layertap.models.explanations.perturbations import Perturbation, PerturbationSettings
+from layertap.models.explanations.perturbations import AblationCam, Perturbation, PerturbationSettings
 from layertap.models.labels import name_classes
 from layertap.models.plan.objectives import OBJECTIVES, compute_objective
 from layertap.models.plan.plan import ResolvedObjective, Tap
@@ -48,7 +48,7 @@ class PerturbedMethod:
     """A method that changes inputs, for the maps of a request.
 
     ``objective`` is that of the first map. The others differ only in their classes, so all use one tensor. ``tap`` is
-    the model's input; ``layer``, if any: each changed row has one of its channels set to 0.
+    the model's input; ``layer``, if any: each changed row is of one of its channels.
     """
 
     asked: MapRequest
@@ -140,7 +140,7 @@ async def perturb(
 
 @dataclass(frozen=True)
 class _Row:
-    """One row, (1, …), the objectives of its maps, and its output of the changed layer."""
+    """One row, (1, …), the objectives of its maps, and its output of the layer that channels are from."""
 
     method: PerturbedMethod
     settings: PerturbationSettings
@@ -156,8 +156,8 @@ class _Row:
         return [make(self.values, self.method.tap.info, self.settings, float(score), **layer) for score in own]
 
     def make_chunk(self, numbers: range) -> ExtractRequest:
-        """The request for some changed rows; in the changed layer, if any, each row's channel is set to 0."""
-        if self.method.layer is None:
+        """The request for some changed rows; Ablation-CAM changes the layer, where each row's channel is set to 0."""
+        if self.method.layer is None or self.method.perturbation is not AblationCam:
             return self.request
         zero = Operation("zero", channels=tuple(numbers), each=("channels",))
         changes = (Intervention(make_selector(self.method.layer.point, ""), zero),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -23,7 +23,7 @@ from layertap.models.plan.selectors import make_selector
 from layertap.models.run import fingerprint
 from layertap.models.run.batch_slices import JoinedRows
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
-from layertap.service.engine.admit.planned_work import CHUNK_ROWS, PlannedWork, check_changed_inputs
+from layertap.service.engine.admit.planned_work import CHUNK_ROWS, OnProgress, PlannedWork, check_changed_inputs
 from layertap.service.engine.batch import Job, Results
 from layertap.service.engine.collect.joined_inputs import join_inputs
 from layertap.service.engine.collect.results import collect_features, make_receipt
@@ -44,7 +44,6 @@ CHUNK_S = 0.25  # duration of the rows that are queued together, unless CHUNK_RO
 CHUNK_BYTES = 2**26  # of the inputs of rows that are queued together
 CHUNK_JOBS = 64  # that are queued together, each with its own place
 SMALLER = "fewer 'layers', or only some 'channels', 'heads' or 'tokens' of them, or fewer 'values' or inputs"
-OnProgress = Callable[[int, int], None]  # edits done, and all edits
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ async def prepare(engine: Engine, request: ExtractRequest, sent: SentInputs, tic
     if request.reply.format.is_picture:
         raise NotAcceptableError("a sweep is not drawn", hint="ask for JSON, npz or safetensors")
     handle = await engine.get_handle(request.model, ticket)
-    sent = _split_batch(await engine.fetch(request, sent, ticket), handle.model.model_inputs, engine.settings)
+    sent = split_batch(await engine.fetch(request, sent, ticket), handle.model.model_inputs, engine.settings)
     _check_source(sent, sweep)
     if needs_functions(request):
         await engine.planner.survey(handle, find_model(handle, sent).shapes, ticket.deadline, functions=True)
@@ -88,9 +87,7 @@ async def prepare(engine: Engine, request: ExtractRequest, sent: SentInputs, tic
     return PreparedSweep(request, sent, sweep, handle, inputs, work)
 
 
-async def run(
-    engine: Engine, prepared: PreparedSweep, ticket: Ticket, on_progress: OnProgress = lambda done, count: None
-) -> Features:
+async def run(engine: Engine, prepared: PreparedSweep, ticket: Ticket, on_progress: OnProgress) -> Features:
     """The metric of each edit by its place's key, float32 (inputs, *axes), and of the unedited inputs.
 
     Raises as ``Engine.extract``.
@@ -179,7 +176,7 @@ def _make_jobs(chunk: Sequence[Edit]) -> list[Job]:
     return [edit.make_job() for edit in chunk]
 
 
-def _split_batch(sent: SentInputs, inputs: ModelInputs, settings: Settings) -> SentInputs:
+def split_batch(sent: SentInputs, inputs: ModelInputs, settings: Settings) -> SentInputs:
     """The inputs with one item for each row if its body is a batch in one array; TooLargeError."""
     (_, item), *others = sent.items
     if others or not isinstance(item, ArraysItem) or not item.may_batch:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from io import BytesIO
 
+from PIL import Image
+
 from layertap.models.errors import TooLargeError
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Features, Receipt
@@ -19,7 +21,12 @@ MAX_DECODED_PIXELS = 100 * 10**6  # of all originals of a reply: about a second
 
 
 def encode(features: Features, options: EncodeOptions) -> Buffers:
-    """A sheet of all results in their order; NotAcceptableError for int8 results, TooLargeError for too many pixels."""
+    """A sheet of all results in their order, or the pixels of an optimised picture.
+
+    NotAcceptableError for int8 results, TooLargeError for too many pixels.
+    """
+    if features.pixels is not None:
+        return _write(Image.fromarray(features.pixels))
     if features.scales:
         raise NotAcceptableError("pictures are not drawn of int8 results", hint='leave "dtype": "int8" out')
     skipped = set(features.skipped)
@@ -30,8 +37,12 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
         infos.append(_describe(key, features.receipts[key], array.shape, own))
     check_sheet(infos, options.tiles)
     originals = _decode(dict(zip(indexes, options.originals, strict=False))) if shows_originals(infos) else {}
+    return _write(draw_sheet(infos, features.arrays, options.tiles, originals))
+
+
+def _write(image: Image.Image) -> Buffers:
     stream = BytesIO()
-    draw_sheet(infos, features.arrays, options.tiles, originals).save(stream, "PNG", compress_level=COMPRESS_LEVEL)
+    image.save(stream, "PNG", compress_level=COMPRESS_LEVEL)
     return [stream.getvalue()]
 
 

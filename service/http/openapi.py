@@ -16,7 +16,14 @@ from layertap.models.plan.requested import Measure, Method
 from layertap.service.formats.table import FORMATS
 from layertap.service.http import timeout
 from layertap.service.http.query import PARTS
-from layertap.service.schemas.bodies import CompareBody, ExplainBody, ExtractBody, RequestBody, SweepBody
+from layertap.service.schemas.bodies import (
+    CompareBody,
+    ExplainBody,
+    ExtractBody,
+    OptimiseBody,
+    RequestBody,
+    SweepBody,
+)
 from layertap.service.schemas.examples import PARAMETERS
 from layertap.service.schemas.replies import Problem
 from layertap.service.schemas.selection import ObjectiveBody
@@ -55,6 +62,7 @@ TEXTS = {  # parameters that are text, although the field in a body is a list or
     "project": "the name of a projection, or its steps as JSON (StepBody)",
     "measures": f"{', '.join(get_args(Measure))}; several separated by commas",
     "with": "the layers that these are compared to, as JSON (OtherBody)",
+    "clamp": "two numbers separated by a comma",
 }
 TIMEOUT: Json = {
     "name": timeout.HEADER,
@@ -146,10 +154,8 @@ def install(app: FastAPI, described: Sequence[BaseRoute]) -> None:
 
 def _complete(document: Json) -> Json:
     """Add schemas of bodies and problems, keys, and examples of parameters, which no route declares."""
-    _, bodies = models_json_schema(
-        [(each, "validation") for each in (ExtractBody, ExplainBody, SweepBody, CompareBody, Problem)],
-        ref_template=TEMPLATE,
-    )
+    bodies_and_problem = (ExtractBody, ExplainBody, SweepBody, CompareBody, OptimiseBody, Problem)
+    _, bodies = models_json_schema([(each, "validation") for each in bodies_and_problem], ref_template=TEMPLATE)
     for operation in (each for path in document["paths"].values() for each in path.values()):
         parameters = operation.setdefault("parameters", [])
         parameters += [TIMEOUT] if "504" in operation["responses"] else []

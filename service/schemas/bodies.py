@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property, partial
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -16,8 +16,10 @@ from layertap.models.plan.requested import (
     Intervention,
     Measure,
     Method,
+    Optimisation,
     Rule,
     Selector,
+    StepRule,
     Sweep,
 )
 from layertap.models.plan.selectors import MAX_TEXT, parse_selector
@@ -159,7 +161,7 @@ def _read_shared(body: InterventionBody) -> Intervention:
 
 T = TypeVar("T")
 MAX_CLASSES = 16
-MAX_STEPS = 512  # of integrated gradients, and samples of SmoothGrad
+MAX_STEPS = 512  # of an optimisation and of integrated gradients, and samples of SmoothGrad
 MAX_TOP_CLASSES = 1000
 OF_EXPLANATION = ("steps", "samples", "noise", "seed", "window", "stride", "baseline", "rule")
 TWO_CLASSES = ("'classes' are in place of a class, target or terms of the objective", "give one of them")
@@ -335,3 +337,33 @@ class CompareBody(LayersBody):
                 comparison, model=other.model, selectors=read_entries(other.layers, "with/layers", read)
             )
         return {"comparison": comparison, **super()._read_request()}
+
+
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class OptimiseBody(ChangingBody):
+    """The body of ``POST /optimise``: steps that raise the objective by changing the inputs.
+
+    Numbers are in the scale of the model's preprocessed input; with ``pixels``, of pixels from 0 to 1 before it.
+    """
+
+    steps: int = Field(ge=1, le=MAX_STEPS)
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    rule: StepRule = "sgd"
+    minimise: Flag = Field(False, description="lower the objective")
+    jitter: int = Field(0, ge=0, lt=2**15, description="the most pixels by which the input is rolled before a step")
+    seed: int = Field(0, ge=0, lt=2**31, description="of jitter")
+    total_variation: Weight = Field(0.0, description="the weight of a penalty: of differences of neighbouring pixels")
+    l2: Weight = Field(0.0, description="the weight of a penalty: of the sum of squares")
+    clamp: tuple[Number, Number] | None = Field(None, description="least and largest value; with pixels 0 and 1")
+    epsilon: Weight | None = Field(None, description="the largest difference from the input that was sent")
+    pixels: Flag = False
+
+    def _read_request(self) -> dict[str, Any]:
+        settings = {each.name: getattr(self, each.name) for each in fields(Optimisation)}
+        if self.clamp is None and self.pixels:
+            settings["clamp"] = (0.0, 1.0)
+        if self.clamp is not None and self.clamp[0] > self.clamp[1]:
+            raise RequestError.from_faults([Fault("nothing is between these", "give the least first", "/clamp")])
+        return {"optimisation": Optimisation(**settings), **super()._read_request()}

@@ -96,6 +96,18 @@ COMPARE: dict[str, Json] = {
         "inputs": [PICTURE, PICTURE],
     },
 }
+OPTIMISE: dict[str, Json] = {
+    "an adversarial picture": {
+        "steps": 4,
+        "learning_rate": 0.01,
+        "rule": "sign",
+        "pixels": True,
+        "epsilon": 0.03,
+        "objective": {"kind": "cross_entropy", "class": 3},
+        "encoding": "base64",
+        "inputs": [PICTURE],
+    },
+}
 # Values of parameters that need explaining, by name: those of one operation make a valid request together.
 PARAMETERS: Json = {
     "name": "digits",
@@ -106,6 +118,9 @@ PARAMETERS: Json = {
     "op": "zero",
     "each": "channel",
     "classes": "top,3",
+    "steps": 5,
+    "learning_rate": 0.1,
+    "clamp": "-1,1",
     "match": "block?.conv*",
     "type": "Conv2d",
 }

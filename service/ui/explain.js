@@ -25,6 +25,7 @@ const METHODS = {
   xgrad_cam: { title: "XGrad-CAM", fits: hasMaps },
   eigen_cam: { title: "EigenCAM", fits: hasMaps, answerless: true },
   ablation_cam: { title: "Ablation-CAM", fits: (state) => hasMaps(state) && hasOneInput(state) },
+  score_cam: { title: "Score-CAM", fits: (state) => hasMaps(state) && hasOneInput(state) },
   saliency: { title: "Saliency", fits: () => true },
   guided_backpropagation: { title: "Guided backprop", fits: hasRelu },
   integrated_gradients: { title: "Integrated gradients", fits: hasOneInput },

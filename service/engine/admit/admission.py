@@ -24,7 +24,8 @@ class AdmissionControl:
     """Counts the admitted bytes and rows. For the event loop only.
 
     ``handles`` maps model names to the handles of this process, and changes as models come and go. ``used_bytes``
-    counts request bodies as they arrive, rows, and estimated replies; ``works`` are unfinished explanations and sweeps.
+    counts request bodies as they arrive, rows, and estimated replies; ``works`` are unfinished explanations, sweeps and
+    optimisations.
     """
 
     def __init__(self, handles: Mapping[str, ModelHandle], settings: Settings, metrics: Metrics) -> None:

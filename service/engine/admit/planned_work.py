@@ -1,10 +1,10 @@
-"""Admits and orders explanations and sweeps, which run many changed inputs."""
+"""Admits and orders explanations, sweeps and optimisations, which run many changed inputs."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -18,6 +18,7 @@ from layertap.service.settings import Settings
 
 LENIENCY = 2.0  # work that runs alone may be this many times faster than estimated
 CHUNK_ROWS = 32  # changed inputs queued at a time
+OnProgress = Callable[[int, int], None]  # changed inputs that are done, and all of them
 TURNS = 2  # works that run on a device at a time: one prepares rows while the other computes
 
 

@@ -1,10 +1,11 @@
-"""``POST /sweep``: read, prepare, run, encode; optionally with events of its progress."""
+"""``POST /sweep`` and ``/optimise``: read, prepare, run, encode; optionally with events of the progress."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from typing import TypeVar
 
 import orjson
 from fastapi import APIRouter, Response
@@ -13,27 +14,33 @@ from starlette.types import Receive, Scope, Send
 
 from layertap.models.errors import LayertapError
 from layertap.service.engine.admit.admission import Ticket
-from layertap.service.engine.request import ExtractRequest
-from layertap.service.explain import sweeping
+from layertap.service.engine.admit.planned_work import OnProgress
+from layertap.service.engine.engine import Engine
+from layertap.service.engine.request import ExtractRequest, SentInputs
+from layertap.service.explain import optimising, sweeping
 from layertap.service.features import Features
 from layertap.service.formats import json
 from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.table import FORMATS, ReplyFormat
 from layertap.service.http.exchange import Exchange, ExchangeDependency
-from layertap.service.http.openapi import COMPUTED, describe_inputs
+from layertap.service.http.openapi import COMPUTED, Responses, describe_inputs
 from layertap.service.http.parsing import parse_request
 from layertap.service.http.problems import describe_error, encode_problem
-from layertap.service.http.receiving import make_envelope_reader, receive
+from layertap.service.http.receiving import Parser, make_envelope_reader, receive
 from layertap.service.http.reply import encode_response
-from layertap.service.schemas.bodies import SweepBody
-from layertap.service.schemas.examples import SWEEP
+from layertap.service.schemas.bodies import OptimiseBody, SweepBody
+from layertap.service.schemas.examples import OPTIMISE, SWEEP
 from layertap.service.schemas.replies import FeaturesReply
 
-parse_sweep = partial(parse_request, kind=SweepBody)
+P = TypeVar("P")
 EVENTS = "text/event-stream"
 EVENTS_FORMAT = ReplyFormat("events", EVENTS, json.encode, json.list_codings, json.INSTEAD, binary=False)
 read_envelope = make_envelope_reader({**FORMATS, EVENTS_FORMAT.name: EVENTS_FORMAT})
 EVENT_STREAM = {"schema": {"type": "string", "description": "events progress, then result or error"}}
+RESPONSES: Responses = {
+    **COMPUTED,
+    200: {**COMPUTED[200], "content": {**COMPUTED[200]["content"], EVENTS: EVENT_STREAM}},
+}
 router = APIRouter()
 
 
@@ -42,19 +49,42 @@ router = APIRouter()
     tags=["extract"],
     summary="The effect of one edit, tried at each layer, channel, head or token",
     response_model=FeaturesReply,
-    responses={**COMPUTED, 200: {**COMPUTED[200], "content": {**COMPUTED[200]["content"], EVENTS: EVENT_STREAM}}},
+    responses=RESPONSES,
     openapi_extra=describe_inputs(SweepBody, SWEEP),
 )
 async def sweep(exchange: ExchangeDependency) -> Response:
     """Ablate, scale, patch or add noise at one place after another; get a metric for each, and the largest effects."""
+    return await answer(exchange, partial(parse_request, kind=SweepBody), sweeping.prepare, sweeping.run)
+
+
+@router.post(
+    "/optimise",
+    tags=["explain"],
+    summary="Inputs that are changed step by step to raise an objective",
+    response_model=FeaturesReply,
+    responses=RESPONSES,
+    openapi_extra=describe_inputs(OptimiseBody, OPTIMISE),
+)
+async def optimise(exchange: ExchangeDependency) -> Response:
+    """Visualise a feature, invert one, dream, or make an adversarial picture; get the objective at each step."""
+    return await answer(exchange, partial(parse_request, kind=OptimiseBody), optimising.prepare, optimising.run)
+
+
+async def answer(
+    exchange: Exchange,
+    parse: Parser[tuple[ExtractRequest, SentInputs]],
+    prepare: Callable[[Engine, ExtractRequest, SentInputs, Ticket], Awaitable[P]],
+    run: Callable[[Engine, P, Ticket, OnProgress], Awaitable[Features]],
+) -> Response:
+    """The reply to a request of a route; what ``prepare`` refuses is no event."""
     engine = exchange.engine
-    (asked, sent), ticket = await receive(exchange, parse_sweep, read_envelope)
-    prepared = await sweeping.prepare(engine, asked, sent, ticket)
-    compute = partial(sweeping.run, engine, prepared, ticket)
+    (asked, sent), ticket = await receive(exchange, parse, read_envelope)
+    compute = partial(run, engine, await prepare(engine, asked, sent, ticket), ticket)
     if asked.reply.format.name == EVENTS_FORMAT.name:
         exchange.keeps_watching = True  # the head is not all of the reply
         return EventsResponse(list_events(exchange, asked, ticket, compute), headers={"x-accel-buffering": "no"})
-    return await encode_response(await compute(), asked, prepared.sent, engine, ticket)
+    features = await compute(lambda done, count: None)
+    return await encode_response(features, asked, sent, engine, ticket)
 
 
 class EventsResponse(StreamingResponse):
@@ -71,7 +101,7 @@ async def list_events(
     exchange: Exchange,
     asked: ExtractRequest,
     ticket: Ticket,
-    compute: Callable[[sweeping.OnProgress], Awaitable[Features]],
+    compute: Callable[[OnProgress], Awaitable[Features]],
 ) -> AsyncIterator[bytes | memoryview]:
     """Events ``progress``, then ``result`` with the reply's JSON, or ``error`` with a problem."""
     newest, changed = {"done": 0, "total": 0}, asyncio.Event()
