@@ -82,6 +82,17 @@ def sweep(
     return read_result(reply)
 
 
+def optimise(session: Session, /, inputs: Inputs, steps: int, learning_rate: float, **options: Any) -> Steps[Result]:
+    """Inputs changed step by step to raise an objective: arrays "input", and "objective" with its value at each step.
+
+    ``inputs`` as of ``extract``; ``options``: the body's other fields, and ``timeout``. LayertapError.
+    """
+    fields: dict[str, Any] = {**options, "steps": steps, "learning_rate": learning_rate}
+    timeout = fields.pop("timeout", None)
+    reply = yield from post(session, "/optimise", inputs, fields, accept=SAFETENSORS, timeout=timeout)
+    return read_result(reply)
+
+
 def dry_run(
     session: Session,
     /,
@@ -110,7 +121,7 @@ def post(
 ) -> Steps[Reply]:
     """The reply to inputs as it came, in a format that no ``Result`` is made of: a picture, an npz, Arrow, JSON.
 
-    ``path``: "/extract", "/explain" or "/sweep"; ``fields``: those of its body, without inputs; ``accept``: a type.
+    ``path``: "/extract", "/explain", "/sweep" or "/optimise"; ``fields``: those of its body, without inputs; ``accept``: a type.
     """
     request = yield from _build(session, path, inputs, fields, accept)
     return (yield from session.exchange(request, timeout))

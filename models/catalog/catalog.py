@@ -71,6 +71,11 @@ class TensorInfo:
         return 1 if self.row_axis is None else self.shape[self.row_axis]
 
     @property
+    def is_by_row(self) -> bool:
+        """Whether it has one entry for each row, on its first axis, and rows can be told apart."""
+        return self.row_axis == 0 and self.entries_per_row == 1 and not self.crosses_rows
+
+    @property
     def nbytes(self) -> int:
         """Bytes of one row's tensor as the model holds it."""
         return prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize

@@ -57,7 +57,7 @@ def _covers_patches(info: TensorInfo, prefix: int) -> bool:
 
 def is_map(info: TensorInfo) -> bool:
     """Whether a tensor has a grid of positions, each with channels, for every row."""
-    if info.layout not in SPATIAL or info.row_axis != 0 or info.crosses_rows or info.entries_per_row != 1:
+    if info.layout not in SPATIAL or not info.is_by_row:
         return False
     if info.layout == "NTC":
         tokens = info.shape[1] - info.prefix

@@ -223,7 +223,8 @@ class ScoreCam(AblationCam):
         masks = (down @ maps @ across.T).astype(np.float32)
         low, high = masks.min((1, 2), keepdims=True), masks.max((1, 2), keepdims=True)
         shape = [dict(zip("HW", sides, strict=True)).get(letter, 1) for letter in self._layout[1:]]
-        return super().make_rows(numbers) * ((masks - low) / (high - low + 1e-8)).reshape(-1, *shape)
+        rows: Array = self._row * ((masks - low) / (high - low + 1e-8)).reshape(-1, *shape)
+        return rows.astype(np.float32)
 
     def add(self, numbers: range, measured: Array) -> None:
         """Add the model's results for these rows."""

@@ -208,7 +208,7 @@ def find_pixel_range(spec: PreprocessSpec) -> tuple[Tensor, Tensor]:
 
 
 def restore_pixels(row: Tensor, spec: PreprocessSpec) -> Tensor:
-    """The pixels of which ``normalize`` makes a row: uint8 (H, W, 3), or (H, W) of gray; other values are clipped."""
+    """The pixels that ``normalize`` makes a row (C, H, W) of, clipped: uint8 (H, W, 3), or (H, W) of gray."""
     low, high = find_pixel_range(spec)
     pixels = ((row - low) / (high - low)).nan_to_num().clamp(0, 1).mul(255).round().byte()
     return (pixels.flip(0) if spec.channels == "bgr" else pixels).movedim(0, -1).squeeze(-1)

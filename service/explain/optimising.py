@@ -11,10 +11,11 @@ import torch
 
 from layertap.models.errors import SelectorError
 from layertap.models.explanations.ascent import Ascent
-from layertap.models.inputs.preprocess import find_pixel_range, restore_pixels
-from layertap.models.plan.plan import Capture, ResolvedObjective, Result, ResultSize, Tap
+from layertap.models.inputs.preprocess import restore_pixels
+from layertap.models.plan.plan import Capture, ResolvedObjective, Result, ResultSize
 from layertap.models.plan.requested import InputOptions, Objective, Optimisation, Reduction
 from layertap.models.plan.selectors import make_selector
+from layertap.models.points import Point
 from layertap.models.run import fingerprint
 from layertap.models.run.batch_slices import JoinedRows
 from layertap.models.run.model_info import ModelInfo
@@ -35,34 +36,21 @@ from layertap.service.explain.sweeping import split_batch
 from layertap.service.features import Features
 
 INPUT, OBJECTIVE, GRADIENT = "input", "objective", "gradient"  # the first two are the keys of the reply
-COPIES = 6  # of all rows in memory at once: start, value, two moments, what is sent, gradient
+NUMBER_BYTES = 6 * 4  # bytes for each number of the rows: start, value, two moments, what is sent, gradient
 SMALLER = "fewer 'steps' or inputs"
-
-
-@dataclass(frozen=True)
-class ChangedInput:
-    """The input that changes: its name, its tensor, and how pixels become it, None if that is unknown."""
-
-    name: str
-    tap: Tap
-    spec: PreprocessSpec | None
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """Its axes of height and width; none if it has not both."""
-        layout = self.tap.info.layout or ""
-        return (layout.index("H"), layout.index("W")) if {"H", "W"} <= set(layout) else ()
 
 
 @dataclass(eq=False)
 class PreparedOptimisation:
     """A planned optimisation and its progress. ``jobs``: for each input the gradient, and the objective's value.
 
-    ``found``: the features of the first gradients; ``values``: the objective at each step, input by input.
+    ``name``: of the model's input; ``spec``: how pixels become it, if that is known. ``found``: the features of the
+    first gradients; ``values``: the objective at each step, input by input.
     """
 
     request: ExtractRequest
-    changed: ChangedInput
+    name: str
+    spec: PreprocessSpec | None
     jobs: list[Job]
     ascent: Ascent
     work: PlannedWork
@@ -72,8 +60,8 @@ class PreparedOptimisation:
     def make_jobs(self) -> list[Job]:
         """The jobs of the next step; they are not planned again, which would run the inputs as they were sent."""
         return [
-            replace(job, inputs={**job.inputs, self.changed.name: row}, joined=JoinedRows(1), plan_again=None)
-            for job, row in zip(self.jobs, self.ascent.make_rows(), strict=True)
+            replace(job, inputs={**job.inputs, self.name: row}, joined=JoinedRows(1), plan_again=None)
+            for job, row in zip(self.jobs, self.ascent.roll_rows(), strict=True)
         ]
 
     def advance(self, answers: Sequence[Answer]) -> list[Job]:
@@ -83,7 +71,7 @@ class PreparedOptimisation:
             self.jobs = [_keep_class(*each) for each in zip(self.jobs, self.found, strict=True)]
         results = [[got[result.capture].values for result in job.plan.results] for job, got in answers]
         self.values.append([float(value[0]) for _, value in results])
-        if len(self.values) == self.work.rows // len(self.jobs):
+        if self.work.done == self.work.rows:
             return []
         self.ascent.move([torch.tensor(gradient) for gradient, _ in results])
         return self.make_jobs()
@@ -91,17 +79,14 @@ class PreparedOptimisation:
     def collect(self) -> Features:
         """The features of all inputs."""
         rows, parts = self.ascent.list_rows(), []
-        for job, found, row, curve in zip(self.jobs, self.found, rows, zip(*self.values, strict=True), strict=True):
-            receipt, objective = found.receipts[GRADIENT], _get_objective(job)
-            digest = fingerprint.digest_explanation(f"optimise {self.request.optimisation}", [receipt.fingerprint])
-            receipt = replace(receipt, site="input", fingerprint=digest, space="")
-            measured = replace(receipt, layout=None, metric=objective.objective.kind, axes=("step",))
+        for found, row, curve in zip(self.found, rows, zip(*self.values, strict=True), strict=True):
+            digest = fingerprint.digest_explanation(f"optimise {self.request.optimisation}", [found.fingerprint])
+            receipt = replace(found.receipts[GRADIENT], site="input", fingerprint=digest, space="")
+            receipts = {INPUT: receipt, OBJECTIVE: replace(receipt, layout=None, axes=("step",))}
             arrays = {INPUT: row.numpy(), OBJECTIVE: np.array([curve], np.float32)}
-            receipts = {INPUT: receipt, OBJECTIVE: measured}
             parts.append(replace(found, fingerprint=digest, arrays=arrays, receipts=receipts))
-        is_drawn, spec = self.request.reply.format.is_picture, self.changed.spec
-        pixels = restore_pixels(rows[0][0], spec).numpy() if is_drawn and spec is not None else None
-        return replace(join_inputs(parts), pixels=pixels)
+        spec = self.spec if self.request.reply.format.is_picture else None
+        return replace(join_inputs(parts), pixels=restore_pixels(rows[0][0], spec).numpy() if spec else None)
 
 
 async def prepare(engine: Engine, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> PreparedOptimisation:
@@ -114,23 +99,39 @@ async def prepare(engine: Engine, request: ExtractRequest, sent: SentInputs, tic
         raise ValueError("the request asks for no optimisation")
     handle = await engine.get_handle(request.model, ticket)
     sent = split_batch(sent, handle.model.model_inputs, engine.settings)
-    check_changed_inputs(len(sent.items) * (asked.steps + 1), len(sent.items), engine.settings, SMALLER)
+    steps, inputs = asked.steps + 1, len(sent.items)  # the last one measures only
+    check_changed_inputs(inputs * steps, inputs, engine.settings, SMALLER)
+    model = find_model(handle, sent)
     if needs_functions(request):
-        await engine.planner.survey(handle, find_model(handle, sent).shapes, ticket.deadline, functions=True)
-    changed = _find_input(asked, find_model(handle, sent))
-    if request.reply.format.is_picture and (changed.spec is None or len(sent.items) > 1):
-        detail = "a PNG is of one input, of a model with a mean and std that can be undone"
+        await engine.planner.survey(handle, model.shapes, ticket.deadline, functions=True)
+    name, point, axes, spec = _find_input(asked, model)
+    if request.reply.format.is_picture and (spec is None or inputs > 1):
+        detail = "a PNG is of one input, of a model that is configured with mean and std"
         raise NotAcceptableError(detail, hint="send one picture, or ask for JSON, npz or safetensors")
     wanted = replace(
         request,
-        selectors=(make_selector(replace(changed.tap.point, site="grad_input"), GRADIENT),),
+        selectors=(make_selector(replace(point, site="grad_input"), GRADIENT),),
         objective=request.objective or Objective(),
         input_options={index: request.input_options.get(index, InputOptions()) for index, _ in sent.items},
         reply=ReplyOptions(),
     )
     jobs = await engine.dry_run(wanted, sent, ticket, tuple)
     ticket.timings.facts.rows = 0  # rows are counted when they are answered
-    return await engine.run_in_thread(partial(_begin, engine, request, asked, changed, jobs, ticket), ticket.deadline)
+
+    def begin() -> PreparedOptimisation:
+        count = len(jobs) * steps
+        starts = [normalize_rows(job.inputs, model.model_inputs)[name] for job in jobs]
+        sizes = ((INPUT, sum(row.numel() for row in starts)), (OBJECTIVE, count))
+        check_sizes([ResultSize(key, "float32", each, 4 * each) for key, each in sizes], len(jobs), request.reply)
+        rows = 1 if jobs[0].prepared.catalog.crosses_rows else len(jobs)  # of a forward
+        costs = [job.plan.cost * job.prepared.catalog.graph_costs.estimate_seconds(rows) / rows for job in jobs]
+        work = PlannedWork(engine.admission, handle, count, steps * sum(costs), SMALLER)
+        work.check(ticket.deadline)
+        ascent = Ascent(starts, asked, axes, spec if asked.pixels else None)
+        measured = [replace(_measure(job, job.plan.objective), work_rows=count) for job in jobs]
+        return PreparedOptimisation(request, name, spec, measured, ascent, work)
+
+    return await engine.run_in_thread(begin, ticket.deadline)
 
 
 async def run(engine: Engine, prepared: PreparedOptimisation, ticket: Ticket, on_progress: OnProgress) -> Features:
@@ -140,7 +141,7 @@ async def run(engine: Engine, prepared: PreparedOptimisation, ticket: Ticket, on
     """
     request, work = prepared.request, prepared.work
     before = engine.begin(request, SentInputs(), ticket)
-    ticket.reserve_bytes(COPIES * sum(each.nbytes for job in prepared.jobs for each in job.inputs.values()))
+    ticket.reserve_bytes(NUMBER_BYTES * sum(each.numel() for job in prepared.jobs for each in job.inputs.values()))
     with work.count():
         jobs = await engine.run_in_thread(prepared.make_jobs, ticket.deadline)
         while jobs:
@@ -152,65 +153,39 @@ async def run(engine: Engine, prepared: PreparedOptimisation, ticket: Ticket, on
     return await engine.finish(await engine.run_in_thread(prepared.collect, ticket.deadline), request, ticket, before)
 
 
-def _find_input(asked: Optimisation, model: ModelInfo) -> ChangedInput:
-    """The input to change; SelectorError if there is not just one, or it has not what is asked for."""
-    names = [spec.name for spec in model.inputs if "float" in spec.dtype]
-    taps = [tap for tap in list_inputs(model) if tap.info.is_floating]
+def _find_input(asked: Optimisation, model: ModelInfo) -> tuple[str, Point, tuple[int, ...], PreprocessSpec | None]:
+    """The input to change: its name, its point, its height and width, and how pixels become it; SelectorError.
+
+    Without axes if it has no such two; without a specification if none is known.
+    """
+    names = [each.name for each in model.inputs if each.dtype.startswith(("float", "bfloat"))]
+    taps = [tap for tap in list_inputs(model) if tap.info.is_floating and tap.info.is_by_row]
     if model.text is not None or not len(names) == len(taps) == 1:
         hint = "ask POST /extract for gradients of a layer that reads them"
-        raise SelectorError("texts, and several inputs of floats, can't be optimised", hint=hint)
+        raise SelectorError("ids of texts, and several inputs of floats, can't be optimised", hint=hint)
     spec = model.model_inputs.preprocess
-    is_known = isinstance(spec, PreprocessSpec) and not model.model_inputs.takes_plain
-    changed = ChangedInput(names[0], taps[0], spec if isinstance(spec, PreprocessSpec) and is_known else None)
-    if (asked.jitter or asked.total_variation) and not changed.axes:
+    spec = spec if isinstance(spec, PreprocessSpec) and not model.model_inputs.takes_plain else None
+    info = taps[0].info
+    axes = (info.axis("H"), info.axis("W")) if info.has_axis("H") and info.has_axis("W") else ()
+    if (asked.jitter or asked.total_variation) and not axes:
         raise SelectorError("'jitter' and 'total_variation' are for pictures", hint="leave them out")
-    if asked.pixels and changed.spec is None:
+    if asked.pixels and spec is None:
         raise SelectorError("nothing says how pixels become this model's input", hint="leave 'pixels' out")
-    return changed
+    return names[0], taps[0].point, axes, spec
 
 
-def _begin(
-    engine: Engine,
-    request: ExtractRequest,
-    asked: Optimisation,
-    changed: ChangedInput,
-    jobs: Sequence[Job],
-    ticket: Ticket,
-) -> PreparedOptimisation:
-    handle = ticket.handles[request.model]
-    starts = [normalize_rows(job.inputs, handle.model.model_inputs)[changed.name].cpu() for job in jobs]
-    numbers, count = sum(row.numel() for row in starts), len(jobs) * (asked.steps + 1)
-    sizes = [ResultSize(key, "float32", each, 4 * each) for key, each in ((INPUT, numbers), (OBJECTIVE, count))]
-    check_sizes(sizes, len(jobs), request.reply)
-    rows = 1 if jobs[0].prepared.catalog.crosses_rows else len(jobs)  # of a forward
-    seconds = [job.plan.cost * job.prepared.catalog.graph_costs.estimate_seconds(rows) / rows for job in jobs]
-    work = PlannedWork(engine.admission, handle, count, sum(seconds) * (asked.steps + 1), SMALLER)
-    work.check(ticket.deadline)
-    pixel_range = find_pixel_range(changed.spec) if asked.pixels and changed.spec is not None else None
-    ascent = Ascent(starts, asked, changed.axes, pixel_range)
-    measured = [replace(_measure(job, _get_objective(job)), work_rows=count) for job in jobs]
-    return PreparedOptimisation(request, changed, measured, ascent, work)
-
-
-def _measure(job: Job, objective: ResolvedObjective) -> Job:
+def _measure(job: Job, objective: ResolvedObjective | None) -> Job:
     """The job with an objective, and with the objective's value beside the gradient; SelectorError."""
-    info = objective.info
-    if info.row_axis != 0 or info.crosses_rows or info.entries_per_row != 1:
+    if objective is None or not objective.info.is_by_row:
         raise SelectorError("the objective is of a tensor without an entry for each input", hint="name another layer")
-    capture = Capture(objective.point, info, Reduction(metric=objective.objective))
+    capture = Capture(objective.point, objective.info, Reduction(metric=objective.objective))
     result = Result(OBJECTIVE, capture, job.prepared.catalog.layers[objective.point.layer].type)
     return job.with_plan(results=(job.plan.results[0], result), objective=objective)
 
 
 def _keep_class(job: Job, found: Features) -> Job:
     """The job with the class that its first gradient was of, even if a later one scores higher."""
-    objective, classes = _get_objective(job), found.receipts[GRADIENT].classes
-    if classes is None:
+    objective, classes = job.plan.objective, found.receipts[GRADIENT].classes
+    if objective is None or classes is None:
         return job
     return _measure(job, replace(objective, objective=replace(objective.objective, klass=classes[0])))
-
-
-def _get_objective(job: Job) -> ResolvedObjective:
-    if job.plan.objective is None:
-        raise ValueError("a gradient is of an objective")
-    return job.plan.objective

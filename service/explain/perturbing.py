@@ -59,8 +59,7 @@ class PerturbedMethod:
     layer: Tap | None = None
 
     def __post_init__(self) -> None:
-        info = self.objective.info
-        if self.by_score and (info.row_axis != 0 or info.crosses_rows or info.entries_per_row != 1):
+        if self.by_score and not self.objective.info.is_by_row:
             raise SelectorError("the objective is of a tensor without an entry for each row", hint="use another method")
         if any(spec.dtype == "float64" for spec in self.model.inputs):
             raise SelectorError("changed rows are float32, and this model's are float64", hint="use method 'saliency'")

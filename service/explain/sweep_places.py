@@ -84,7 +84,7 @@ class PlaceFinder:
             resolved = resolve_objective(objective, job.prepared.catalog, lengths)
         except RequestError as error:
             raise RequestError.from_faults([error.to_fault("/objective", job.input_index)]) from None
-        if resolved.info.row_axis != 0 or resolved.info.crosses_rows or resolved.info.entries_per_row != 1:
+        if not resolved.info.is_by_row:
             detail = "the metric is of a tensor without an entry for each input"
             raise RequestError.from_faults([Fault(detail, "name another layer", "/objective")])
         if OBJECTIVES[objective.kind].of_classes and resolved.info.token_axes and objective.position is None:

@@ -109,6 +109,16 @@ def ablate(net: Any, x: Tensor) -> Tensor:
     return (torch.stack(weights, 1)[:, :, None, None] * values).sum(1).relu()
 
 
+def mask_by_channels(net: Any, x: Tensor) -> Tensor:
+    """What pytorch-grad-cam's ScoreCAM computes, written down."""
+    values = net.features(x)
+    masks = nn.UpsamplingBilinear2d(size=(32, 32))(values)
+    low, high = masks.amin((2, 3), keepdim=True), masks.amax((2, 3), keepdim=True)
+    masked = x[:, None] * ((masks - low) / (high - low + 1e-8))[:, :, None]
+    weights = torch.stack([net(row)[:, CLASS] for row in masked]).softmax(1)
+    return (weights[:, :, None, None] * values).sum(1).relu()
+
+
 def compute_cam(method: str, values: Tensor, slopes: Tensor) -> Tensor:
     """What pytorch-grad-cam computes of a layer's values and gradients, (C, H, W), before it scales the map."""
     if method == "eigen_cam":
@@ -170,6 +180,7 @@ METHODS: dict[str, tuple[str, Json, Compute]] = {
         lambda net, x: occlude(lambda rows: net(rows)[:, 3] - 2 * net(rows)[:, 0], x, 8, 4, target=None),
     ),
     "ablation_cam": ("cnn", {}, ablate),
+    "score_cam": ("cnn", {}, mask_by_channels),
     **{
         method: ("cnn", {}, cam(method))
         for method in ("grad_cam_plusplus", "hires_cam", "layer_cam", "xgrad_cam", "eigen_cam")

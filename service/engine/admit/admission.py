@@ -24,8 +24,7 @@ class AdmissionControl:
     """Counts the admitted bytes and rows. For the event loop only.
 
     ``handles`` maps model names to the handles of this process, and changes as models come and go. ``used_bytes``
-    counts request bodies as they arrive, rows, and estimated replies; ``works`` are unfinished explanations, sweeps and
-    optimisations.
+    counts request bodies as they arrive, rows, and estimated replies; ``works`` run many changed inputs.
     """
 
     def __init__(self, handles: Mapping[str, ModelHandle], settings: Settings, metrics: Metrics) -> None:

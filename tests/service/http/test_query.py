@@ -101,7 +101,7 @@ def _up_to_last_bits(reply: Json) -> Json:
     return reply | {"features": features}
 
 
-@pytest.mark.parametrize("route", ["extract", "explain", "sweep"])
+@pytest.mark.parametrize("route", ["extract", "explain", "sweep", "optimise"])
 def test_document(live: Live, route: str) -> None:
     """The document lists a query parameter for every field of a body but its inputs, and the server takes each."""
     document = live.client.get("/openapi.json").json()
