@@ -121,7 +121,7 @@ def post(
 ) -> Steps[Reply]:
     """The reply to inputs as it came, in a format that no ``Result`` is made of: a picture, an npz, Arrow, JSON.
 
-    ``path``: "/extract", "/explain", "/sweep" or "/optimise"; ``fields``: those of its body, without inputs; ``accept``: a type.
+    ``path``: of a route that takes inputs; ``fields``: those of its body, without inputs; ``accept``: a type.
     """
     request = yield from _build(session, path, inputs, fields, accept)
     return (yield from session.exchange(request, timeout))

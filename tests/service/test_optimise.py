@@ -233,7 +233,7 @@ def test_inversion(nets: Nets) -> None:
     wanted = forward(nets.digits, torch.from_numpy(IMAGES[:1]), "block2").detach()
     with Client(nets.live.url) as client:
         found = client.optimise(
-            np.zeros((3, 32, 32), np.float32),
+            [np.zeros((3, 32, 32), np.float32)],
             6,
             0.05,
             rule="adam",
