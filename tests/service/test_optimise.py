@@ -268,6 +268,20 @@ def test_other_dtypes(nets: Nets, dtype: str) -> None:
     assert found["objective"][0, -1] > found["objective"][0, 0]
 
 
+def test_in_worker_processes(nets: Nets, serve: Serve) -> None:
+    """The same inputs come of a model in another process."""
+    asked = {
+        "rule": "adam",
+        "pixels": True,
+        "isolated": True,
+        "inputs": [image(encode(np.zeros((32, 32, 3), np.uint8)))],
+    }
+    with serve(workers=1) as live:
+        found = arrays_of(live.client.post("/optimise", json=BASE | asked))
+    for key, array in nets.optimise(**asked).items():
+        np.testing.assert_allclose(found[key], array, rtol=1e-5, atol=1e-5, err_msg=key)
+
+
 def test_events(nets: Nets) -> None:
     """Progress, then the reply; between the steps others are answered, and what is refused is a plain problem."""
     body = BASE | {"steps": 60, "isolated": True, "inputs": INPUTS[:1]}
