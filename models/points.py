@@ -43,7 +43,8 @@ SITES: dict[Site, Literal["output", "input", "attention", "attention_sink"]] = {
     "attention_sink": "attention_sink",
     "attention_grad": "attention",
 }
-GRADIENTS = frozenset(site for site, value in SITES.items() if site != value)
+GRADIENT_SITES = {value: site for site, value in SITES.items() if site != value}  # by the site of the value
+GRADIENTS = frozenset(GRADIENT_SITES.values())
 ATTENTION: frozenset[Site] = frozenset({"attention", "attention_sink", "attention_grad"})
 EDITABLE: frozenset[Site] = frozenset({"output", "input", "grad_output", "grad_input", "attention"})
 OF_FUNCTIONS = tuple(site for site in SITES if site not in {*ATTENTION, "grad_weight"})
@@ -70,6 +71,11 @@ class Point:
     def format_name(self, call: str = "") -> str:
         """Layer, function and path; ``call`` is the text of the layer's call."""
         return f"{self.layer}{call}{'/' if self.function else ''}{self.function}{format_path(self.path)}"
+
+    @property
+    def gradient(self) -> Point:
+        """The point of the gradient with respect to the tensor at this one."""
+        return Point(self.layer, self.call, self.path, GRADIENT_SITES[SITES[self.site]], self.function)
 
     @property
     def side(self) -> Point:

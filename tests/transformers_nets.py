@@ -62,6 +62,7 @@ NETS: dict[str, Callable[[], Any]] = {
     "roberta": _made("RobertaModel", "RobertaConfig", **TEXT),
     "distilbert": _made("DistilBertModel", "DistilBertConfig", **DISTIL),
     "gpt2": _made("GPT2LMHeadModel", "GPT2Config", **GPT),
+    "llama": _made("LlamaForCausalLM", "LlamaConfig", **TEXT, num_key_value_heads=2),
     "answering": _made("BertForQuestionAnswering", "BertConfig", **TEXT),
     "clip_text": _made("CLIPTextModelWithProjection", "CLIPTextConfig", **CLIP_TEXT),
     "clip_picture": _made("CLIPVisionModelWithProjection", "CLIPVisionConfig", **CLIP_PICTURE),

@@ -73,6 +73,8 @@ class SweepOptions(CallOptions, total=False):
     each: str | Sequence[str]
     values: Sequence[float]
     top: int
+    window: int
+    method: Literal["exact", "attribution"]
     by: float
     value: float
     min: float

@@ -1,7 +1,8 @@
 """Axes of tensors in one forward: which operations worked along them, and which letters of a layout that proves.
 
 Evidence is "C" for channels and "P" for positions, in lower case if the operation alone is no proof: a linear layer
-may mix positions, a pooling may be over channels. H, W and T say which position of a picture or video it is.
+may mix positions, a pooling may be over channels. H, W and T say which position of a picture or video it is,
+"A" that products of matrices are repeated along it, as those of queries and keys along heads.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ class Axis:
     The operands of a sum have axes of one kind, and so has a map before and after a convolution.
     """
 
-    __slots__ = ("_same", "evidence", "merges", "parts", "size", "wholes")
+    __slots__ = ("_same", "evidence", "merges", "parts", "size", "splits", "wholes")
 
     def __init__(self, size: int, evidence: str = "", parts: Axes = ()) -> None:
         self.size = size
         self.parts = parts  # those that it was merged of, outermost first
         self.evidence = set(evidence)
         self.merges: list[Axes] = []  # what its kind was merged of, outermost first
+        self.splits: list[Axes] = []  # what its kind was split into, likewise
         self.wholes: list[tuple[Axis, int, int]] = []  # what it was split from, at which index into how many
         self._same: Axis | None = None
 
@@ -45,6 +47,7 @@ class Axis:
         if one is not other:
             one.evidence |= other.evidence
             one.merges += other.merges
+            one.splits += other.splits
             one.wholes += other.wholes
             other._same = one
 
@@ -83,10 +86,21 @@ class Axis:
                 letters |= source.get_letters(asked)
         return letters
 
+    @property
+    def is_heads(self) -> bool:
+        """Whether it is of heads: parts of channels that attention keeps apart."""
+        return "A" in self.find().evidence and self.get_kind() == "part"
+
+    def count_heads(self) -> int:
+        """How many heads it holds side by side, each with its channels; 0 if nothing tells."""
+        pairs = [parts for parts in (*self.find().merges, *self.find().splits) if len(parts) == 2]
+        found = {heads.size for heads, inner in pairs if heads.is_heads and heads.size * inner.size == self.size}
+        return found.pop() if len(found) == 1 else 0
+
     def note(self, evidence: str) -> None:
-        """Note that an operation worked along it, and along each of the positions that it was merged of."""
+        """Note that an operation worked along it, and along each of the positions, or heads, that it was merged of."""
         self.find().evidence |= set(evidence)
-        for part in self.parts if evidence in "pP" else ():
+        for part in self.parts if evidence in "pPA" else ():
             part.note(evidence)
 
     def resize(self, size: int) -> Axis:
@@ -103,6 +117,7 @@ class Axis:
         kept = [axis for axis in found if axis.size != 1]
         for index, axis in enumerate(kept):
             axis.wholes.append((self, index, len(kept)))
+        self.find().splits.append(tuple(kept))
         return found
 
     @staticmethod
@@ -174,6 +189,9 @@ def name_axes(axes: Axes, row_axis: int | None) -> str | None:
     letters[row_axis] = "N"
     if channel is not None:
         letters[channel] = "C"
+    heads = [index for index, axis in enumerate(axes) if letters[index] == "?" and axis.is_heads]
+    if len(heads) == 1:
+        letters[heads[0]] = "A"
     # What a linear layer mixed is positions where other evidence says which axis holds the channels.
     of_positions = ("P", "p", "cp") if channel is not None and kinds[channel] == "C" else ("P", "p")
     positions = [index for index, kind in enumerate(kinds) if letters[index] == "?" and kind in of_positions]

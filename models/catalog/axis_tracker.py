@@ -248,7 +248,15 @@ def _multiply(left: str, right: str, given: Given, shape: torch.Size) -> Axes:
         note([other_inner], "c")
         note([columns], "p")
         rows[-1] = Axis(rows[-1].size, "c")
+    elif len(shape) == 3:
+        note((rows[0], given.find(right)[0]), "A")
     return (*rows, columns)
+
+
+def _attend(given: Given, shape: torch.Size) -> Axes:
+    query, key, value = given.find("query"), given.find("key"), given.find("value")
+    note((query[-3], key[-3], value[-3]), "A")
+    return (*query[:-1], value[-1])
 
 
 def _unfold(given: Given, shape: torch.Size) -> Axes:
@@ -297,7 +305,7 @@ RULES: Mapping[str, Rule] = {
     "im2col": _unfold,
     "(native_)?layer_norm|_?(fused_)?rms_norm": _normalize_last,
     ".*(batch|group|instance)_norm.*": partial(_work, 1, "C", "p", ""),
-    "_?scaled_dot_product_.*": lambda given, shape: (*given.find("query")[:-1], given.find("value")[-1]),
+    "_?scaled_dot_product_.*": _attend,
     # No proof: these may be over channels as well.
     **{rf".*(pool|upsample_[a-z]+){count}d.*": partial(_work, -1 - count, "c", "p", "") for count in (1, 2, 3)},
 }

@@ -57,6 +57,8 @@ class TensorInfo:
     merges_tokens: bool = False  # another axis grows with a text, whose entries are of several tokens
     grid_size: tuple[int, int] | None = None  # rows and columns of the patches; None if no map of the forward tells
     layout_given: bool = False  # by the request
+    heads: int = 0  # that its channels hold side by side; 0 if it is not known to
+    unfolds_heads: bool = False  # as here, not as in the forward: with an axis for heads before the channels of each
     argument: str = ""  # the parameter that it was passed as, if it was in a lone argument
     origin: Point | None = None  # of an input that others read too: where it comes from
 
@@ -98,6 +100,20 @@ class TensorInfo:
             return self
         shape = tuple(tokens if axis in self.token_axes else size for axis, size in enumerate(self.shape))
         return self if shape == self.shape else replace(self, shape=shape)
+
+    def with_heads(self) -> TensorInfo:
+        """The same with an axis for the heads that its channels hold; as it is if none are known."""
+        if not self.heads or self.unfolds_heads or self.size("C") % self.heads:
+            return self
+        axis, layout = self.axis("C"), (self.layout or "").replace("C", "AC")
+        return replace(
+            self,
+            shape=(*self.shape[:axis], self.heads, self.shape[axis] // self.heads, *self.shape[axis + 1 :]),
+            layout=layout,
+            row_axis=layout.index("N"),
+            token_axes=tuple(each + (each > axis) for each in self.token_axes),
+            unfolds_heads=True,
+        )
 
     def index_select(self, indices_by_axis: Mapping[str, Sequence[int]]) -> TensorInfo:
         """The same with some indices along some axes, by layout letter; ValueError if it has no such axis."""

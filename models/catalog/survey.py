@@ -233,7 +233,10 @@ def _describe_tensors(
         info, axes = each.info, alone.tensors[point].axes
         if not info.source:
             missing = make_axes((1,) * (len(info.shape) - len(axes)))  # the axis of a single row, squeezed away
-            info = replace(info, layout=name_axes((*missing, *axes), info.row_axis))
+            axes = (*missing, *axes)
+            layout = name_axes(axes, info.row_axis)
+            heads = axes[layout.index("C")].count_heads() if layout and "C" in layout else 0
+            info = replace(info, layout=layout, heads=heads)
         # One row at a time, whatever has an axis for rows holds that one.
         crosses = point in suspect
         infos[point] = replace(

@@ -317,4 +317,5 @@ def _apply_layout(layout: str, tap: Tap) -> Tap:
         raise SelectorError(f"the rows of {name} are {where}", hint="write N there, and nowhere else")
     if not (info.has_axis("T") and layout.find("T") == info.axis("T")):
         info = replace(info, prefix=0, grid_size=None)
-    return replace(tap, info=replace(info, layout=layout, layout_given=True))
+    heads = info.heads if info.heads and layout.find("C") == info.axis("C") else 0
+    return replace(tap, info=replace(info, layout=layout, layout_given=True, heads=heads))

@@ -122,21 +122,24 @@ def _change_rows(part: RowTensor, operation: Operation, row_offset: int) -> Tens
 def _change_each(part: RowTensor, operation: Operation, row_offset: int) -> Tensor:
     """Change one entry in each row, along one or several axes; the row's number selects the entry.
 
-    All rows change in one step, so that the cost does not depend on the number of entries.
+    All rows change in one step, so that the cost does not depend on the number of entries. Several entries of the row
+    axis that belong to one row change together.
     """
     info, device = part.info, part.value.device
     if info.row_axis is None or not part.value.numel():
         raise ValueError("entries are changed one by one in tensors of single rows")
-    axes = [info.row_axis, *(info.axis(AXES[option]) for option in operation.each or ())]
+    row_axis, of_each = info.row_axis, [info.axis(AXES[option]) for option in operation.each or ()]
+    axes = [row_axis, *(axis + (axis > row_axis) for axis in of_each)]  # behind the rows are the entries of each
     front = list(range(len(axes)))
     changed = part.value.clone()
-    view = changed.movedim(axes, front)
+    view = changed.unflatten(row_axis, (part.rows, -1)).movedim(axes, front)
     numbers = torch.arange(row_offset, row_offset + part.rows, device=device)
     entries = torch.unravel_index(numbers, view.shape[1 : len(axes)])
     index = (torch.arange(part.rows, device=device), *entries)
     chosen, operand = view[index], None
     if operation.tensor is not None:
-        rows = _read_row(part, operation.tensor).unsqueeze(info.row_axis).movedim(axes, front)
+        row = _read_row(part, operation.tensor)
+        rows = (row if info.entries_per_row > 1 else row.unsqueeze(row_axis)).unsqueeze(row_axis).movedim(axes, front)
         operand = rows[torch.zeros_like(numbers), *entries]
     elif operation.project is not None:
         operand = project(part, operation.project).value.to(part.value.dtype).movedim(axes, front)[index]
@@ -144,6 +147,17 @@ def _change_each(part: RowTensor, operation: Operation, row_offset: int) -> Tens
         operand = _draw(chosen.shape[1:], operation, operation.row or 0).to(chosen).expand_as(chosen)
     view[index] = _change(chosen, operation, operand)
     return changed
+
+
+def estimate_effects(rows: RowTensor, gradient: RowTensor, operation: Operation) -> Tensor:
+    """What an operation adds to an objective, to first order: its gradient times what it adds to a row's values.
+
+    (*sizes) of the axes of ``each``, summed over all others (attribution patching, Nanda 2023).
+    """
+    added = apply_operation(rows, replace(operation, each=None), 0) - rows.value
+    effects = replace(rows, value=added * gradient.value).index_select(operation.indices_by_axis)
+    axes = [rows.info.axis(AXES[option]) for option in operation.each or ()]
+    return effects.double().movedim(axes, list(range(len(axes)))).flatten(len(axes)).sum(-1)
 
 
 def _draw(shape: Sequence[int], operation: Operation, number: int) -> Tensor:

@@ -288,8 +288,6 @@ def check_change(tap: Tap, operation: Operation, catalog: Catalog, lengths: Text
             yield detail, f"use {-largest:g} to {largest:g}"
     if operation.each is not None:
         yield from check_need("each", name, info, "".join(AXES[option] for option in operation.each))
-        if info.entries_per_row > 1:
-            yield f"{name} has several entries for each input", "leave 'each' out, or name another layer"
     for option, indices in operation.indices.items():
         yield from check_indices(option, name, common, indices, sizes_known=sizes_known)
         differ = lengths is not None and lengths.known and lengths.fewest < lengths.most

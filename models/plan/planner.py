@@ -38,7 +38,7 @@ from layertap.models.plan.plan import (
     get_call,
 )
 from layertap.models.plan.projections import NO_PROJECTIONS, Projections, find_projection
-from layertap.models.plan.requested import Intervention, Objective, Operation, Reduction, Selector
+from layertap.models.plan.requested import Intervention, Objective, Operation, Part, Reduction, Selector
 from layertap.models.points import ATTENTION, EDITABLE, GRADIENTS, Point
 
 MAX_FAULTS = 16  # finding near matches takes time
@@ -178,7 +178,7 @@ def _resolve_layer(
     SelectorError if no tensor is left. If it asks for gradients and names several tensors, those without one are
     skipped; a glob skips tensors that can't be returned.
     """
-    taps, skipped = find_matches(selector, catalog)
+    taps, skipped = _find_taps(selector, catalog, selector.reduction)
     keys = dict(zip((tap.point for tap in taps), make_keys(selector, taps, catalog), strict=True))
     reduction, excluded = selector.reduction, dict(selector.excluded or ())
     if selector.site in GRADIENTS:
@@ -233,7 +233,7 @@ def resolve_intervention(
         raise SelectorError(f"an intervention at {escape(selector.site)} is not possible", hint=hint)
     raise_first(check_parameters(operation))
     every_call = selector.call is None
-    taps, _ = find_matches(replace(selector, call="*") if every_call else selector, catalog)
+    taps, _ = _find_taps(replace(selector, call="*") if every_call else selector, catalog, operation)
     floating, refused = split_refused(taps, lambda tap: check_need("op", tap.name, tap.info))
     raise_first(refusal for _, refusal in refused if not floating)
     if selector.site in GRADIENTS:
@@ -255,6 +255,12 @@ def resolve_intervention(
     ]
 
 
+def _find_taps(selector: Selector, catalog: Catalog, part: Part) -> tuple[list[Tap], list[str]]:
+    """As ``find_matches``, with an axis for the heads that channels hold if the part that is asked for needs it."""
+    taps, skipped = find_matches(selector, catalog)
+    return [replace(tap, info=tap.info.with_heads()) for tap in taps] if part.is_of_heads else taps, skipped
+
+
 def _find_source(tap: Tap, operation: Operation, catalog: Catalog) -> Capture | None:
     """The capture of another input that an intervention needs; None if it needs none.
 
@@ -262,7 +268,7 @@ def _find_source(tap: Tap, operation: Operation, catalog: Catalog) -> Capture | 
     """
     if operation.source is None:
         return None
-    taps = [tap] if operation.source.selector is None else find_matches(operation.source.selector, catalog)[0]
+    taps = [tap] if operation.source.selector is None else _find_taps(operation.source.selector, catalog, operation)[0]
     if len(taps) != 1:
         raise SelectorError(f"'from' names {len(taps)} tensors", hint="name one: 'LAYER#0[path]'")
     source, infos = taps[0], (taps[0].info, tap.info)

@@ -16,6 +16,7 @@ Op = Literal["zero", "scale", "add", "clamp", "relu", "square", "tanh", "replace
 ObjectiveKind = Literal[
     "logit", "probability", "binary", "cross_entropy", "kl_div", "mse", "sum", "mean", "norm", "layer"
 ]
+SweepMethod = Literal["exact", "attribution"]  # edit by edit, or all estimated by one gradient
 LossReduction = Literal["mean", "batchmean", "sum"]  # as in torch's losses
 Terms = tuple[tuple[float, int], ...]  # (weight, class) or (weight, channel) pairs
 By = Literal["channel", "head"]
@@ -94,8 +95,8 @@ class Part:
 
     channels: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
-    heads: tuple[int, ...] | None = None  # like the next two, of attention only
-    queries: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    queries: tuple[int, ...] | None = None  # like the next one, of attention only
     keys: tuple[int, ...] | None = None
 
     @property
@@ -107,6 +108,11 @@ class Part:
     def indices_by_axis(self) -> dict[str, Sequence[int]]:
         """``indices`` by the axis's letter in a layout."""
         return {AXES[option]: indices for option, indices in self.indices.items()}
+
+    @property
+    def is_of_heads(self) -> bool:
+        """Whether it needs an axis for heads."""
+        return self.heads is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +137,11 @@ class Reduction(Part):
     def is_by_row(self) -> bool:
         """Whether the result has one entry for each input on axis 0, however the tensor holds its rows."""
         return self.pool != "none" or self.stats is not None or self.metric is not None
+
+    @property
+    def is_of_heads(self) -> bool:
+        """Whether it needs an axis for heads."""
+        return super().is_of_heads or self.by == "head"
 
 
 @dataclass(frozen=True)
@@ -201,6 +212,11 @@ class Operation(Part):
             by_axis |= {"H": range(top, bottom), "W": range(left, right)}
         return by_axis
 
+    @property
+    def is_of_heads(self) -> bool:
+        """Whether it needs an axis for heads."""
+        return super().is_of_heads or "heads" in (self.each or ())
+
 
 @dataclass(frozen=True)
 class Intervention:
@@ -241,6 +257,8 @@ class Sweep:
     number: str = ""  # the operation's parameter that ``values`` replace one after the other
     values: tuple[float, ...] = ()
     top: int = 0  # how many of an input's largest effects are named
+    window: int = 1  # how many adjacent places are edited at once
+    method: SweepMethod = "exact"
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from layertap.models.errors import Fault, RequestError, escape
 from layertap.models.hooks.attach import Modules, attach_tensors
 from layertap.models.hooks.kept import KeptOutputs
 from layertap.models.hooks.tensor_tree import iterate_tensors
-from layertap.models.plan.plan import Capture, Plan, get_boundary
+from layertap.models.plan.plan import Capture, Plan, find_tensor, get_boundary
 from layertap.models.plan.requested import Reduction
 from layertap.models.points import Point
 from layertap.models.run.batch_slices import BatchActivations, RequestSlice, find_span
@@ -107,7 +107,8 @@ def check_possible(plan: Plan, catalog: Catalog) -> None:
 
 def list_extra_captures(plan: Plan, catalog: Catalog) -> frozenset[Capture]:
     """What a forward must take beside the plan's own captures: each output as it is, and the model's own."""
-    raw = {Capture(each.point, each.info, Reduction()) for each in plan.captures if each.point.site == "output"}
+    points = {each.point: each.info for each in plan.captures if each.point.site == "output"}
+    raw = {Capture(each, find_tensor(each, catalog) or info, Reduction()) for each, info in points.items()}
     return frozenset(raw) | _list_model_outputs(catalog)
 
 

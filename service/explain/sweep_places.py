@@ -107,8 +107,21 @@ class PlaceFinder:
                 for each in _find_places(place, job, metric, lengths, self._projections):
                     if found.setdefault(each.key, each).changes != each.changes:
                         raise SelectorError(f"{escape(each.key)} is edited by two entries", hint="name it once")
+        places = [*found.values()]
+        with collect_faults(faults, "/window"):
+            places = _join_windows(places, self._sweep.window) if not faults else []
         raise_faults(faults)
-        return tuple(found.values())
+        return tuple(places)
+
+
+def _join_windows(places: Sequence[Place], size: int) -> list[Place]:
+    """Each ``size`` adjacent places as one, under the key of the first; SelectorError if there are fewer."""
+    windows = [places[first : first + size] for first in range(len(places) - size + 1)]
+    if not windows:
+        raise SelectorError(f"'window' is {size}, and 'layers' name {len(places)} places", hint="name more layers")
+    if any(len({place.sizes for place in window}) > 1 for window in windows):
+        raise SelectorError("the places of a window have several sizes", hint="leave 'each' or 'window' out")
+    return [replace(each[0], changes=tuple(change for place in each for change in place.changes)) for each in windows]
 
 
 def _find_source(place: Intervention) -> int | None:
@@ -142,6 +155,8 @@ def _find_places(
     says_site = selector.site in ("output", selector.text.rpartition(":")[2])
     if names_one and says_site:  # the key is spelled as in the request, as for extract
         groups = {selector.text: ends}
+    if alias := selector.alias:
+        groups = {alias if len(groups) == 1 else f"{alias}.{key}": each for key, each in groups.items()}
     return [_make_place(key, tuple(each), job) for key, each in groups.items()]
 
 

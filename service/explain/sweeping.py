@@ -1,4 +1,7 @@
-"""Runs a sweep: the unedited rows, then the edited rows, one edit per row, a few at a time."""
+"""Runs a sweep: the unedited rows, then the edited rows, one edit per row, a few at a time.
+
+By attribution a gradient of the unedited rows follows instead.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from layertap.models.catalog.catalog import BACKWARD_FACTOR
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.errors import Fault, RequestError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.labels import name_classes
 from layertap.models.plan.objectives import make_target
-from layertap.models.plan.plan import Capture, Result, ResultSize
+from layertap.models.plan.operations import estimate_effects
+from layertap.models.plan.plan import Capture, ResolvedIntervention, Result, ResultSize
 from layertap.models.plan.planner import resolve_objective
 from layertap.models.plan.requested import InputOptions, Objective, Reduction, Sweep
 from layertap.models.plan.selectors import make_selector
+from layertap.models.points import Point
 from layertap.models.run import fingerprint
 from layertap.models.run.batch_slices import JoinedRows
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
@@ -104,6 +110,10 @@ async def _run(engine: Engine, prepared: PreparedSweep, ticket: Ticket, on_progr
         answers = await engine.run_jobs([_make_base(each, work.rows) for each in prepared.inputs], handle, ticket)
         begin = partial(_begin, prepared, answers)
         rows = await engine.run_in_thread(begin, ticket.deadline)
+        if prepared.sweep.method == "attribution":
+            await _attribute(engine, prepared, rows, ticket)
+            on_progress(work.rows, work.rows)
+            return await engine.run_in_thread(partial(_collect, prepared, rows), ticket.deadline)
         for chunk in _cut(rows, _count_chunk_rows(prepared, engine.settings)):
             await work.wait_for_turn(ticket.deadline)
             with ticket.return_bytes():
@@ -128,6 +138,14 @@ class SweptRow:
     sweep: Sweep
     arrays: tuple[Array, ...]
 
+    def list_changes(self, place: int, value: int) -> tuple[ResolvedIntervention, ...]:
+        """The changes of a place with one of the values."""
+        changes, tried = self.places[place].changes, self.sweep.tried[value]
+        if tried is not None:
+            number: dict[str, Any] = {self.sweep.number: tried}
+            changes = tuple(replace(each, operation=replace(each.operation, **number)) for each in changes)
+        return freeze_noise(changes, self.job.first_row)
+
 
 @dataclass(frozen=True)
 class Edit:
@@ -141,13 +159,9 @@ class Edit:
 
     def make_job(self) -> Job:
         """The job of these rows."""
-        row, job, value = self.row, self.row.job, self.row.sweep.tried[self.value]
-        changes = row.places[self.place].changes
-        if value is not None:
-            number: dict[str, Any] = {row.sweep.number: value}
-            changes = tuple(replace(each, operation=replace(each.operation, **number)) for each in changes)
+        row, job = self.row, self.row.job
         fixed = freeze_noise(job.plan.resolved_interventions, job.first_row)
-        changes = freeze_noise(changes, job.first_row)
+        changes = row.list_changes(self.place, self.value)
         plan = replace(job.plan, results=(row.swept.metric,), interventions=(fixed, changes), extra=frozenset())
         prepared = replace(
             job.prepared,
@@ -170,6 +184,42 @@ class Edit:
         array = self.row.arrays[self.place]
         measured = results[self.row.swept.metric.capture].values
         array[self.start : self.start + self.count, self.value] = measured
+
+
+async def _attribute(engine: Engine, prepared: PreparedSweep, rows: Sequence[SweptRow], ticket: Ticket) -> None:
+    """Estimate the metric of all edits by values and gradients of the unedited rows."""
+    request = prepared.request
+    changes = [change for row in rows for place in row.places for change in place.changes]
+    points = dict.fromkeys(point for change in changes for point in (change.point, change.point.gradient))
+    wanted = replace(
+        request,
+        selectors=tuple(make_selector(point, point.text) for point in points),
+        objective=request.objective or Objective(),
+        sweep=None,
+        input_options={index: request.input_options.get(index, InputOptions()) for index, _ in prepared.sent.items},
+        reply=ReplyOptions(),
+    )
+    with ticket.return_bytes():
+        parts = await engine.extract_parts(wanted, prepared.sent, ticket)
+        for row, part in zip(rows, parts, strict=True):
+            await engine.run_in_thread(partial(_estimate, row, part.arrays), ticket.deadline)
+
+
+def _estimate(row: SweptRow, found: Mapping[str, Array]) -> None:
+    """Store the estimated metrics of a row's edits."""
+    (metric,) = row.results[row.job.plan.results[0].capture].values
+
+    def read(change: ResolvedIntervention, point: Point) -> RowTensor:
+        tensor = RowTensor.from_hook(torch.tensor(found[point.text]), change.info, row.job.token_mask)
+        return next(tensor.strip()) if tensor.is_padded else tensor
+
+    for number, array in enumerate(row.arrays):
+        for value in range(len(row.sweep.tried)):
+            effects = [
+                estimate_effects(read(each, each.point), read(each, each.point.gradient), each.operation)
+                for each in row.list_changes(number, value)
+            ]
+            array[:, value] = metric + torch.stack(effects).sum(0).flatten().numpy()
 
 
 def _make_jobs(chunk: Sequence[Edit]) -> list[Job]:
@@ -238,8 +288,11 @@ def _plan_work(
     """The planned work of all edits; TooLargeError if it, or the reply, exceeds a limit."""
     counts = [each.count(sweep) for each in inputs]
     count, numbers = sum(counts), sum(counts) + len(inputs)
-    check_changed_inputs(count, sum(map(bool, counts)), control.settings, f"try {SMALLER}")
     check_sizes([ResultSize(METRIC, "float32", numbers, 4 * numbers)], len(inputs), request.reply)
+    if sweep.method == "attribution":  # a forward of each, and one with a backward
+        count = sum(map(bool, counts))
+        return PlannedWork(control, handle, count, BACKWARD_FACTOR * count * _estimate_seconds(inputs[0].job), SMALLER)
+    check_changed_inputs(count, sum(map(bool, counts)), control.settings, f"try {SMALLER}")
     seconds = sum(each * _estimate_seconds(swept.job) for each, swept in zip(counts, inputs, strict=True))
     return PlannedWork(control, handle, count, seconds, SMALLER)
 
@@ -373,7 +426,7 @@ def _collect_row(prepared: PreparedSweep, row: SweptRow, edited: SweptRow, swept
     digest = _digest("metric", row.job.prepared.fingerprints[METRIC], objective)
     edited_from = _digest("metric", swept.fingerprint, objective)
     receipts = {METRIC: replace(features.receipts[METRIC], **shared, axes=(), fingerprint=digest)}
-    made_by = f"sweep {list(sweep.axes)} {list(sweep.values)}"
+    made_by = f"{'sweep' if sweep.method == 'exact' else sweep.method} {list(sweep.axes)} {list(sweep.values)}"
     axes = (*sweep.axes, *(["value"] if sweep.values else []))
     for place in swept.places or places:
         made = _digest(made_by, edited_from, place.fingerprint)

@@ -60,7 +60,8 @@ def _take_last_call(layer: Json, field: str) -> Iterator[Json]:
 
 
 def _format_tensor(tensor: Json) -> str:
-    return "×".join(map(str, tensor["shape"])) + (f" {tensor['layout']}" if tensor["layout"] else "")
+    heads = f", {tensor['heads']} heads" if "heads" in tensor else ""
+    return "×".join(map(str, tensor["shape"])) + (f" {tensor['layout']}{heads}" if tensor["layout"] else "")
 
 
 def _escape(name: str) -> str:

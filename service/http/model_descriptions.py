@@ -158,5 +158,5 @@ def _describe_functions(layer: Layer) -> Json:
 
 
 def _describe_tensor(tensor: TensorInfo) -> Json:
-    path = format_path(tensor.path)
-    return {"path": path, "shape": tensor.shape, "dtype": tensor.dtype, "layout": tensor.layout}
+    path, heads = format_path(tensor.path), {"heads": tensor.heads} if tensor.heads else {}
+    return {"path": path, "shape": tensor.shape, "dtype": tensor.dtype, "layout": tensor.layout, **heads}

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, JsonValue
+from pydantic_core import PydanticCustomError
 
 from layertap.models.errors import Fault, RequestError, SelectorError
 from layertap.models.plan.requested import (
@@ -21,6 +22,7 @@ from layertap.models.plan.requested import (
     Selector,
     StepRule,
     Sweep,
+    SweepMethod,
 )
 from layertap.models.plan.selectors import MAX_TEXT, parse_selector
 from layertap.models.points import EACH
@@ -169,7 +171,7 @@ TWO_CLASSES = ("'classes' are in place of a class, target or terms of the object
 
 def _check_once(values: tuple[T, ...]) -> tuple[T, ...]:
     if len(set(values)) < len(values):
-        raise ValueError
+        raise PydanticCustomError("once", "Input should name each entry once")
     return values
 
 
@@ -271,10 +273,14 @@ class SweepBody(ChangingBody, OperationBody):
     each: Axes = ()
     values: Values = ()
     top: int = Field(0, ge=0, le=MAX_EFFECTS, description="how many of each input's largest effects are named")
+    window: int = Field(1, ge=1, le=MAX_INTERVENTIONS, description="how many adjacent places are edited at once")
+    method: SweepMethod = Field("exact", description="attribution: all edits are estimated by one gradient")
     objective: MetricBody | None = None
 
     def _read_request(self) -> dict[str, Any]:
         number = read_field("/values", self._find_number)
+        if self.method == "attribution":
+            read_field("/method", self._check_attribution)
 
         def read_place(body: SweepPlaceBody) -> Intervention:
             operation = self.to_operation(body)
@@ -284,9 +290,16 @@ class SweepBody(ChangingBody, OperationBody):
 
         places = read_entries(self.layers, "layers", read_place)
         return {
-            "sweep": Sweep(places, number, self.values, self.top),
+            "sweep": Sweep(places, number, self.values, self.top, self.window, self.method),
             **super()._read_request(),
         }
+
+    def _check_attribution(self) -> None:
+        """SelectorError if a gradient says nothing about the edits."""
+        if self.objective is not None and self.objective.target == "unedited":
+            raise SelectorError("the distance to the unedited output has the gradient 0 there", hint="name a logit")
+        if self.op == "noise":
+            raise SelectorError("noise is not estimated by 'attribution'", hint="leave 'method' out")
 
     def _find_number(self) -> str:
         """The field that ``values`` replace; "" without values. SelectorError if the op has none."""

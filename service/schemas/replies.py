@@ -319,12 +319,16 @@ class ReloadReply(BaseModel):
 
 
 class Tensor(BaseModel):
-    """A tensor of one row, by its path into a structured value; ``layout`` names its axes."""
+    """A tensor of one row, by its path into a structured value; ``layout`` names its axes.
+
+    ``heads``: that its channels hold side by side, if they do.
+    """
 
     path: str
     shape: Shape
     dtype: str
     layout: str | None
+    heads: int | None = None
 
 
 class CallTensor(Tensor):

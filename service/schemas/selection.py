@@ -194,6 +194,9 @@ Steps = Annotated[tuple[Step, ...], Field(min_length=1, max_length=16)]
 Project = Annotated[Steps | None, BeforeValidator(make_list, json_schema_input_type=Step | Steps | None)]
 
 
+Alias = Annotated[str | None, Field(alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
+
+
 class LayerBody(EntryBody):
     """One entry of ``layers`` in its object form; fields that are None are taken from the request."""
 
@@ -206,7 +209,7 @@ class LayerBody(EntryBody):
     over: Literal["inputs"] | None = None
     edges: Edges = None
     combine: Combine | None = None
-    alias: str | None = Field(None, alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")
+    alias: Alias = None
 
     def to_selector(self, pool: Pool, normalize: bool, dtype: ReplyDType) -> Selector:
         """The selector, completed by the request's fields; SelectorError if it is invalid."""
@@ -335,6 +338,12 @@ class InterventionBody(OperationBody, PlaceBody):
 
 class SweepPlaceBody(EntryBody):
     """One entry of a sweep's ``layers``: where to try edits, and at which indices."""
+
+    alias: Alias = None
+
+    def parse_place(self) -> Selector:
+        """The selector of the place, with the key that is asked for; SelectorError if it is invalid."""
+        return replace(super().parse_place(), alias=self.alias)
 
 
 SweepPlace = Annotated[SweepPlaceBody, _OrText()]

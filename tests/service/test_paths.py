@@ -1,0 +1,148 @@
+"""Heads wherever channels hold them side by side, and paths from one head to another, against plain hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layertap.models.spec import ModelSpec
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import Array, Json, arrays_of, configured, problem
+from tests.transformers_nets import VOCABULARY, saved
+
+CLEAN = torch.randint(4, VOCABULARY, (7,), generator=torch.Generator().manual_seed(1)).tolist()
+CORRUPT = [*CLEAN[:3], (CLEAN[3] + 1) % VOCABULARY, *CLEAN[4:]]
+WIDTH = 8  # channels of a head
+Change = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server of two language models, and these offline."""
+
+    live: Live
+    modules: dict[str, Any]
+
+    def post(self, model: str, inputs: list[Json], path: str = "/extract", **fields: Any) -> Any:
+        body = {"model": model, "encoding": "base64", "inputs": inputs, **fields}
+        return self.live.client.post(path, json=body)
+
+    def extract(self, model: str, inputs: list[Json], layers: Any, **fields: Any) -> Array:
+        (found,) = arrays_of(self.post(model, inputs, layers=[layers], **fields)).values()
+        return found
+
+
+@pytest.fixture(scope="module")
+def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("models")
+    names = ("gpt2", "llama")
+    modules = {name: type(saved(name, folder / name)).from_pretrained(folder / name).eval() for name in names}
+    specs = [ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in modules]
+    with serve(configured(*specs)) as live:
+        yield Served(live, modules)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where heads stand side by side: by a selector, and for a plain hook a module, and of its output which part."""
+
+    model: str
+    selector: str
+    module: str
+    heads: int
+    is_input: bool = False
+    start: int = 0  # the first channel
+
+    def hook(self, module: Any, change: Change) -> Any:
+        """A hook that changes the channels of the heads, (1, tokens, heads, channels of one)."""
+        stop = self.start + self.heads * WIDTH
+
+        def edit(value: Tensor) -> Tensor:
+            value = value.clone()
+            part = value[..., self.start : stop]
+            value[..., self.start : stop] = change(part.unflatten(-1, (self.heads, WIDTH))).flatten(-2)
+            return value
+
+        part = module.get_submodule(self.module)
+        if self.is_input:
+            return part.register_forward_pre_hook(lambda _, args: (edit(args[0]), *args[1:]))
+        return part.register_forward_hook(lambda _, args, output: edit(output))
+
+
+ATTENTION = "transformer.h.1.attn"
+SELF = "model.layers.1.self_attn"
+PLACES = {
+    "beside each other": Place("gpt2", f"{ATTENTION}.c_proj:input", f"{ATTENTION}.c_proj", 4, is_input=True),
+    "of the function": Place(
+        "gpt2", f"{ATTENTION}/scaled_dot_product_attention#0", f"{ATTENTION}.c_proj", 4, is_input=True
+    ),
+    "one of three parts": Place("gpt2", f"{ATTENTION}/split#0[1]", f"{ATTENTION}.c_attn", 4, start=32),
+    "queries": Place("llama", f"{SELF}.q_proj", f"{SELF}.q_proj", 4),
+    "grouped keys": Place("llama", f"{SELF}.k_proj", f"{SELF}.k_proj", 2),
+    "grouped values": Place("llama", f"{SELF}.v_proj", f"{SELF}.v_proj", 2),
+    "a projection's input": Place("llama", f"{SELF}.o_proj:input", f"{SELF}.o_proj", 4, is_input=True),
+}
+
+
+def run(module: Any, tokens: list[int], *hooks: tuple[Place, Change]) -> Array:
+    """The last token's scores of a run with some changes."""
+    with torch.no_grad(), ExitStack() as stack:
+        for place, change in hooks:
+            stack.enter_context(place.hook(module, change))
+        found: Array = module(input_ids=torch.tensor([tokens])).logits[0, -1].numpy()
+    return found
+
+
+def take(module: Any, tokens: list[int], place: Place, *hooks: tuple[Place, Change]) -> Tensor:
+    """The heads at a place, (1, tokens, heads, channels of one)."""
+    kept: list[Tensor] = []
+
+    def keep(value: Tensor) -> Tensor:
+        kept.append(value.clone())
+        return value
+
+    run(module, tokens, *hooks, (place, keep))
+    return kept[0]
+
+
+def put(source: Tensor, head: int | None = None) -> Change:
+    """Replaces a head, or all of them, by another run's."""
+
+    def change(value: Tensor) -> Tensor:
+        value = value.clone()
+        index = (..., slice(None) if head is None else head, slice(None))
+        value[index] = source[index]
+        return value
+
+    return change
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_heads(served: Served, name: str) -> None:
+    """Single heads captured, replaced by another run's, and one after the other in a sweep; and what is listed."""
+    place = PLACES[name]
+    module, last = served.modules[place.model], place.heads - 1
+    clean = take(module, CLEAN, place)
+    found = served.extract(place.model, [{"tokens": CLEAN}], {"layer": place.selector, "heads": [-1]})
+    of_function = "/scaled" in place.selector  # (1, heads, tokens, channels)
+    expected = clean[:, :, last:].transpose(1, 2) if of_function else clean[:, :, last:]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    edit = {"layer": place.selector, "op": "replace", "heads": [0], "from": {"input": 0}}
+    scores = {"layer": "lm_head", "tokens": [-1]}
+    inputs: list[Json] = [{"tokens": CLEAN}, {"tokens": CORRUPT, "interventions": [edit]}]
+    patched = served.extract(place.model, inputs, scores)[1, 0]
+    np.testing.assert_allclose(patched, run(module, CORRUPT, (place, put(clean, 0))), atol=1e-5)
+    swept = {"layers": [{"layer": place.selector, "as": "h"}], "op": "replace", "from": {"input": 0}, "each": "head"}
+    metric = {"kind": "logit", "class": 5, "position": -1}
+    inputs = [{"tokens": CLEAN}, {"tokens": CORRUPT}]
+    effects = arrays_of(served.post(place.model, inputs, "/sweep", **swept, objective=metric))["h"]
+    by_hand = [run(module, CORRUPT, (place, put(clean, head)))[5] for head in range(place.heads)]
+    np.testing.assert_allclose(effects[1], by_hand, atol=1e-5)
