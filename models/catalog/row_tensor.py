@@ -33,13 +33,10 @@ class RowTensor:
 
     @classmethod
     def from_hook(cls, value: Tensor, info: TensorInfo, token_mask: Tensor | None = None) -> RowTensor:
-        """A tensor as a hook sees it, with an axis for rows again where the model squeezed that of a single one.
-
-        Its heads get the axis that ``info`` has for them.
-        """
+        """A tensor as a hook sees it, with the axis of a single row that the model squeezed, and ``info``'s of heads."""
         axis = info.axis("A") - len(info.shape) + 1 if info.unfolds_heads else 0
         if axis and value.shape[axis:][:1] == (info.size("A") * info.size("C"),):
-            value = value.unflatten(axis, (info.size("A"), -1))
+            value = torch.unflatten(value, axis, (info.size("A"), -1))
         return cls(value.unsqueeze(0) if value.ndim + 1 == len(info.shape) else value, info, token_mask)
 
     @property

@@ -232,8 +232,8 @@ def _describe_tensors(
             continue
         info, axes = each.info, alone.tensors[point].axes
         if not info.source:
-            missing = make_axes((1,) * (len(info.shape) - len(axes)))  # the axis of a single row, squeezed away
-            axes = (*missing, *axes)
+            # With the axis of a single row, if it was squeezed away.
+            axes = (*make_axes((1,) * (len(info.shape) - len(axes))), *axes)
             layout = name_axes(axes, info.row_axis)
             heads = axes[layout.index("C")].count_heads() if layout and "C" in layout else 0
             info = replace(info, layout=layout, heads=heads)

@@ -132,7 +132,7 @@ def _change_each(part: RowTensor, operation: Operation, row_offset: int) -> Tens
     axes = [row_axis, *(axis + (axis > row_axis) for axis in of_each)]  # behind the rows are the entries of each
     front = list(range(len(axes)))
     changed = part.value.clone()
-    view = changed.unflatten(row_axis, (part.rows, -1)).movedim(axes, front)
+    view = torch.unflatten(changed, row_axis, (part.rows, -1)).movedim(axes, front)
     numbers = torch.arange(row_offset, row_offset + part.rows, device=device)
     entries = torch.unravel_index(numbers, view.shape[1 : len(axes)])
     index = (torch.arange(part.rows, device=device), *entries)

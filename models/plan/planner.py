@@ -38,7 +38,7 @@ from layertap.models.plan.plan import (
     get_call,
 )
 from layertap.models.plan.projections import NO_PROJECTIONS, Projections, find_projection
-from layertap.models.plan.requested import Intervention, Objective, Operation, Part, Reduction, Selector
+from layertap.models.plan.requested import Intervention, Objective, Operation, Reduction, Selector
 from layertap.models.points import ATTENTION, EDITABLE, GRADIENTS, Point
 
 MAX_FAULTS = 16  # finding near matches takes time
@@ -255,7 +255,7 @@ def resolve_intervention(
     ]
 
 
-def _find_taps(selector: Selector, catalog: Catalog, part: Part) -> tuple[list[Tap], list[str]]:
+def _find_taps(selector: Selector, catalog: Catalog, part: Operation | Reduction) -> tuple[list[Tap], list[str]]:
     """As ``find_matches``, with an axis for the heads that channels hold if the part that is asked for needs it."""
     taps, skipped = find_matches(selector, catalog)
     return [replace(tap, info=tap.info.with_heads()) for tap in taps] if part.is_of_heads else taps, skipped

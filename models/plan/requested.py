@@ -109,11 +109,6 @@ class Part:
         """``indices`` by the axis's letter in a layout."""
         return {AXES[option]: indices for option, indices in self.indices.items()}
 
-    @property
-    def is_of_heads(self) -> bool:
-        """Whether it needs an axis for heads."""
-        return self.heads is not None
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction(Part):
@@ -141,7 +136,7 @@ class Reduction(Part):
     @property
     def is_of_heads(self) -> bool:
         """Whether it needs an axis for heads."""
-        return super().is_of_heads or self.by == "head"
+        return self.heads is not None or self.by == "head"
 
 
 @dataclass(frozen=True)
@@ -215,7 +210,7 @@ class Operation(Part):
     @property
     def is_of_heads(self) -> bool:
         """Whether it needs an axis for heads."""
-        return super().is_of_heads or "heads" in (self.each or ())
+        return self.heads is not None or "heads" in (self.each or ())
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Runs a sweep: the unedited rows, then the edited rows, one edit per row, a few at a time.
-
-By attribution a gradient of the unedited rows follows instead.
-"""
+"""Runs a sweep: the unedited rows, then the edited ones, one edit per row, a few at a time, or a gradient instead."""
 
 from __future__ import annotations
 

@@ -279,27 +279,23 @@ class SweepBody(ChangingBody, OperationBody):
 
     def _read_request(self) -> dict[str, Any]:
         number = read_field("/values", self._find_number)
-        if self.method == "attribution":
-            read_field("/method", self._check_attribution)
+        unedited = self.objective is not None and self.objective.target == "unedited"
+        if self.method == "attribution" and (unedited or self.op == "noise"):
+            detail = "a gradient tells nothing of noise, nor of the distance to the unedited output"
+            raise RequestError.from_faults([Fault(detail, "leave 'method' out", "/method")])
 
         def read_place(body: SweepPlaceBody) -> Intervention:
             operation = self.to_operation(body)
             changes: dict[str, Any] = {number: max(self.values, key=abs)} if number else {}
             each = tuple(EACH[axis] for axis in self.each)
-            return Intervention(body.parse_place(), replace(operation, each=each or None, **changes))
+            selector = replace(body.parse_place(), alias=body.alias)
+            return Intervention(selector, replace(operation, each=each or None, **changes))
 
         places = read_entries(self.layers, "layers", read_place)
         return {
             "sweep": Sweep(places, number, self.values, self.top, self.window, self.method),
             **super()._read_request(),
         }
-
-    def _check_attribution(self) -> None:
-        """SelectorError if a gradient says nothing about the edits."""
-        if self.objective is not None and self.objective.target == "unedited":
-            raise SelectorError("the distance to the unedited output has the gradient 0 there", hint="name a logit")
-        if self.op == "noise":
-            raise SelectorError("noise is not estimated by 'attribution'", hint="leave 'method' out")
 
     def _find_number(self) -> str:
         """The field that ``values`` replace; "" without values. SelectorError if the op has none."""

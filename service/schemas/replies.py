@@ -319,10 +319,7 @@ class ReloadReply(BaseModel):
 
 
 class Tensor(BaseModel):
-    """A tensor of one row, by its path into a structured value; ``layout`` names its axes.
-
-    ``heads``: that its channels hold side by side, if they do.
-    """
+    """A tensor of one row, by its path; ``layout`` names its axes, ``heads``: that its channels hold side by side."""
 
     path: str
     shape: Shape

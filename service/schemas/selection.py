@@ -341,10 +341,6 @@ class SweepPlaceBody(EntryBody):
 
     alias: Alias = None
 
-    def parse_place(self) -> Selector:
-        """The selector of the place, with the key that is asked for; SelectorError if it is invalid."""
-        return replace(super().parse_place(), alias=self.alias)
-
 
 SweepPlace = Annotated[SweepPlaceBody, _OrText()]
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layertap.models.spec import ModelSpec
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, problem
+from tests.service.support import Array, Json, arrays_of, configured
 from tests.transformers_nets import VOCABULARY, saved
 
 CLEAN = torch.randint(4, VOCABULARY, (7,), generator=torch.Generator().manual_seed(1)).tolist()
-CORRUPT = [*CLEAN[:3], (CLEAN[3] + 1) % VOCABULARY, *CLEAN[4:]]
+CORRUPT = [*reversed(CLEAN)]
 WIDTH = 8  # channels of a head
 Change = Callable[[Tensor], Tensor]
 
@@ -146,3 +146,46 @@ def test_heads(served: Served, name: str) -> None:
     effects = arrays_of(served.post(place.model, inputs, "/sweep", **swept, objective=metric))["h"]
     by_hand = [run(module, CORRUPT, (place, put(clean, head)))[5] for head in range(place.heads)]
     np.testing.assert_allclose(effects[1], by_hand, atol=1e-5)
+
+
+LAYERS = 2
+SENDER, RECEIVER = 1, 2  # heads of the first and of the second layer
+
+
+def of_layer(name: str, layer: int) -> Place:
+    """The place of ``PLACES`` in another layer."""
+    place = PLACES[name]
+    selector, module = (each.replace(".1.", f".{layer}.") for each in (place.selector, place.module))
+    return Place(place.model, selector, module, place.heads, place.is_input, place.start)
+
+
+@pytest.mark.parametrize(
+    ("model", "outputs", "receiver", "head"),
+    [
+        ("gpt2", "beside each other", "one of three parts", RECEIVER),
+        ("llama", "a projection's input", "queries", RECEIVER),
+        ("llama", "a projection's input", "grouped keys", RECEIVER // 2),
+    ],
+)
+def test_path(served: Served, model: str, outputs: str, receiver: str, head: int) -> None:
+    """The path from a head's output to what another head reads, in one request: no other head sees the change."""
+    module = served.modules[model]
+    heads = [of_layer(outputs, layer) for layer in range(LAYERS)]
+    at = of_layer(receiver, 1)
+    clean, corrupt = ([take(module, tokens, place) for place in heads] for tokens in (CLEAN, CORRUPT))
+    frozen = [(place, put(value)) for place, value in zip(heads, clean, strict=True)]
+    sent = take(module, CLEAN, at, *frozen, (heads[0], put(corrupt[0], SENDER)))
+    expected = run(module, CLEAN, (at, put(sent, head)))
+    assert np.abs(expected - run(module, CLEAN)).max() > 1e-3
+    every = heads[1].selector.replace(".1.", ".*.")
+    freeze = {"layer": every, "op": "replace", "from": {"input": 0}}
+    send = {"layer": heads[0].selector, "heads": [SENDER], "op": "replace", "from": {"input": 1}}
+    receive = {"layer": at.selector, "heads": [head], "op": "replace", "from": {"input": 2}}
+    inputs: list[Json] = [
+        {"tokens": CLEAN},
+        {"tokens": CORRUPT},
+        {"input": 0, "interventions": [freeze, send]},
+        {"input": 0, "interventions": [receive]},
+    ]
+    found = served.extract(model, inputs, {"layer": "lm_head", "tokens": [-1]})
+    np.testing.assert_allclose(found[3, 0], expected, atol=1e-5)

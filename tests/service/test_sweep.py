@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -15,13 +16,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 from layertap.models.catalog.catalog import Costs
-from layertap.models.spec import ModelSpec
+from layertap.models.spec import InputSpec, ModelSpec
 from layertap_client import Client
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.digits_reference import copy_digits, random_images
 from tests.service.queue_harness import hold_queue
-from tests.service.support import Array, Json, arrays_of, configured, net, problem, tensor
+from tests.service.support import Array, Json, arrays_of, configured, copy_module, net, problem, tensor
 from tests.transformers_nets import VOCABULARY, saved
 
 IMAGES = random_images(2, seed=3)
@@ -38,6 +39,7 @@ class Nets:
     live: Live
     digits: Any
     gpt2: Any
+    windows: Any
 
     def sweep(self, **body: Any) -> dict[str, Array]:
         return arrays_of(self.live.client.post("/sweep", json={"encoding": "base64", **body}))
@@ -48,8 +50,9 @@ def nets(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Net
     folder = tmp_path_factory.mktemp("models") / "gpt2"
     module = saved("gpt2", folder)
     gpt2 = ModelSpec("gpt2", f"transformers:{folder}", device="cpu")
-    with serve(configured(gpt2, net("held", "Gated"), load="startup")) as live:
-        yield Nets(live, copy_digits(live), module)
+    windows = net("windows", "Windows", InputSpec("x", (4, 6)), module="tests.nets")
+    with serve(configured(gpt2, windows, net("held", "Gated"), load="startup")) as live:
+        yield Nets(live, copy_digits(live), module, copy_module(live, "windows"))
 
 
 def run(module: Any, inputs: Tensor, layer: str = "", edit: Edit = lambda value: None) -> Tensor:
@@ -184,6 +187,116 @@ def test_heads_and_tokens(nets: Nets) -> None:
     np.testing.assert_allclose(both[layer][0, 0], both["metric"][0], atol=1e-5)
 
 
+def test_windows_of_layers(nets: Nets) -> None:
+    """A channel of two adjacent blocks changed at once, under the name of the first, or by `as`."""
+    places: Json = [{"layer": f"block{number}", "channels": [number, 0]} for number in (1, 2)]
+    places.append({"layer": "block3", "channels": [3, 0], "as": "last"})
+    body: Json = {"op": "scale", "values": [0, 2], "each": "channel", "window": 2, "objective": {"class": 3}}
+    found = nets.sweep(layers=places, inputs=INPUTS[:1], **body)
+    assert list(found) == ["metric", "block1", "block2"]
+    sent = torch.from_numpy(IMAGES[:1])
+    for first in (1, 2):
+        for index, channels in enumerate([(first, first + 1), (0, 0)]):
+            for value, by in enumerate((0.0, 2.0)):
+
+                def scale(part: Any, args: Any, output: Tensor, channel: int = 0, by: float = by) -> Tensor:
+                    kept = torch.ones_like(output)
+                    kept[:, channel] = by
+                    return output * kept
+
+                pairs = zip((first, first + 1), channels, strict=True)
+                hooks = [
+                    nets.digits.get_submodule(f"block{number}").register_forward_hook(partial(scale, channel=channel))
+                    for number, channel in pairs
+                ]
+                expected = run(nets.digits, sent)[0, 3]
+                for hook in hooks:
+                    hook.remove()
+                np.testing.assert_allclose(found[f"block{first}"][0, index, value], expected, rtol=1e-5, atol=1e-5)
+    named = nets.sweep(layers=places[2:], inputs=INPUTS[:1], **{**body, "window": 1})
+    assert list(named) == ["metric", "last"]
+    several = nets.sweep(layers=[{"layer": "block?", "as": "all"}], inputs=INPUTS[:1], op="zero")
+    assert list(several) == ["metric", *(f"all.block{number}" for number in (1, 2, 3))]
+
+
+def test_rows_that_are_folded(nets: Nets) -> None:
+    """A channel of a layer that sees a row's windows side by side is changed in all of them, also by a sent tensor."""
+    rows = np.random.default_rng(0).standard_normal((2, 4, 6)).astype(np.float32)
+    own = np.random.default_rng(1).standard_normal((2, 2, 6)).astype(np.float32)
+    for fields in ({"op": "zero"}, {"op": "replace", "tensor": tensor(own)["tensor"]}):
+        body = {"model": "windows", "layers": ["inner"], "each": "channel", "objective": {"kind": "norm"}, **fields}
+        found = nets.sweep(**body, inputs=[tensor(row) for row in rows])["inner"]
+        for row, effects in zip(rows, found, strict=True):
+            for channel, effect in enumerate(effects):
+                value = torch.from_numpy(own)[..., channel] if "tensor" in fields else torch.zeros(2, 2)
+                edit = set_at((..., channel), lambda part, value=value: value)
+                expected = run(nets.windows, torch.from_numpy(row)[None], "inner", edit).norm()
+                np.testing.assert_allclose(effect, expected, rtol=1e-5)
+
+
+ATTRIBUTED: dict[str, tuple[Json, Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+    "tokens of another run": (
+        {"op": "replace", "from": {"input": 0}, "each": "token"},
+        lambda x, clean: clean - x,
+        (2,),
+    ),
+    "channels of some tokens": (
+        {"op": "zero", "each": "channel", "layers": [{"layer": "transformer.h.?", "tokens": [1, -1]}]},
+        lambda x, _: torch.stack([-x[:, at] if at in (1, 4) else 0 * x[:, at] for at in range(5)], 1),
+        (1,),
+    ),
+    "values": ({"op": "scale", "values": [0, 3], "each": []}, lambda x, _: torch.stack([-x, 2 * x], -1), (1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTED)
+def test_attribution(nets: Nets, name: str) -> None:
+    """The gradient of the unedited run times what each edit adds, in the place of running it."""
+    fields, add, summed = ATTRIBUTED[name]
+    body: Json = {**PATCHING, "from": None, **fields, "method": "attribution", "top": 3}
+    reply = nets.live.client.post("/sweep", json={**body, "encoding": "base64"})
+    found, kept = arrays_of(reply), dict[str, list[Tensor]]()
+
+    def keep(part: Any, args: Any, output: Any, layer: str) -> None:
+        value = output[0] if isinstance(output, tuple) else output
+        if value.requires_grad:
+            value.retain_grad()
+        kept.setdefault(layer, []).append(value)
+
+    hooks = [nets.gpt2.get_submodule(each).register_forward_hook(partial(keep, layer=each)) for each in BLOCKS]
+    metrics = []
+    for tokens in (CLEAN, CORRUPT):
+        embedded = nets.gpt2.transformer.wte(torch.tensor([tokens])).detach().requires_grad_()
+        metric = nets.gpt2(inputs_embeds=embedded).logits[0, -1, 5]
+        metric.backward()
+        metrics.append(float(metric.detach()))
+    for hook in hooks:
+        hook.remove()
+    np.testing.assert_allclose(found["metric"], metrics, rtol=1e-5)
+    for layer, (clean, corrupt) in kept.items():
+        added = add(corrupt.detach(), clean.detach())
+        gradient = corrupt.grad if added.ndim == 3 else corrupt.grad[..., None]
+        expected = metrics[1] + (gradient * added).sum(summed)
+        np.testing.assert_allclose(found[layer][1], expected[0], rtol=1e-5, atol=1e-5)
+    assert (
+        reply.json()["receipts"][BLOCKS[0]]["fingerprint"]
+        != nets.live.client.post("/sweep", json={**body, "method": "exact"}).json()["receipts"][BLOCKS[0]][
+            "fingerprint"
+        ]
+    )
+
+
+def test_attribution_of_heads(nets: Nets) -> None:
+    """Small edits of heads and of attention are as large as estimated."""
+    layers = [f"{BLOCKS[1]}.attn.c_proj:input", f"{BLOCKS[0]}.attn:attention"]
+    body: Json = {"model": "gpt2", "layers": layers, "op": "scale", "by": 1.001, "each": "head"}
+    body |= {"objective": {"kind": "logit", "class": 5, "position": -1}, "inputs": [{"tokens": CLEAN}]}
+    exact, estimated = (nets.sweep(**body, method=method) for method in ("exact", "attribution"))
+    for layer in layers:
+        effects = [(each[layer] - each["metric"])[0] for each in (exact, estimated)]
+        np.testing.assert_allclose(*effects, atol=5e-6)
+
+
 def test_texts_of_two_lengths(nets: Nets) -> None:
     """Each text has an entry for each of its own tokens, and what it gives alone."""
     body = {"model": "gpt2", "layers": [BLOCKS[0]], "op": "zero", "each": "token", "objective": {"kind": "norm"}}
@@ -248,6 +361,11 @@ REFUSED: dict[str, tuple[Json, str, str]] = {
         "runs later",
     ),
     "values without a number": ({"values": [1]}, "/values", "scale"),
+    "a value twice": ({"op": "scale", "values": [1, 1]}, "/values", "once"),
+    "a window of too many": ({"window": 2}, "/window", "name 1 places"),
+    "a window of several sizes": ({"window": 2, "each": "channel", "layers": ["block?"]}, "/window", "sizes"),
+    "a gradient of 0": ({"method": "attribution", "objective": {"target": "unedited"}}, "/method", "gradient 0"),
+    "an estimate of noise": ({"method": "attribution", "op": "noise", "std": 1}, "/method", "noise"),
     "values and a number": ({"op": "scale", "by": 1, "values": [1]}, "/values", "'by'"),
     "no other input": ({"op": "replace", "from": {"input": 0}}, "/from/input", "beside"),
     "values from another input": ({**PATCHING, "values": [1]}, "/values", "'from'"),
