@@ -74,7 +74,7 @@ class SweepOptions(CallOptions, total=False):
     values: Sequence[float]
     top: int
     window: int
-    method: Literal["exact", "attribution"]
+    attribution: bool
     by: float
     value: float
     min: float

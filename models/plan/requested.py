@@ -16,7 +16,6 @@ Op = Literal["zero", "scale", "add", "clamp", "relu", "square", "tanh", "replace
 ObjectiveKind = Literal[
     "logit", "probability", "binary", "cross_entropy", "kl_div", "mse", "sum", "mean", "norm", "layer"
 ]
-SweepMethod = Literal["exact", "attribution"]  # edit by edit, or all estimated by one gradient
 LossReduction = Literal["mean", "batchmean", "sum"]  # as in torch's losses
 Terms = tuple[tuple[float, int], ...]  # (weight, class) or (weight, channel) pairs
 By = Literal["channel", "head"]
@@ -253,7 +252,7 @@ class Sweep:
     values: tuple[float, ...] = ()
     top: int = 0  # how many of an input's largest effects are named
     window: int = 1  # how many adjacent places are edited at once
-    method: SweepMethod = "exact"
+    attribution: bool = False  # all edits are estimated by one gradient
 
     @property
     def axes(self) -> tuple[str, ...]:

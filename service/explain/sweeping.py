@@ -107,7 +107,7 @@ async def _run(engine: Engine, prepared: PreparedSweep, ticket: Ticket, on_progr
         answers = await engine.run_jobs([_make_base(each, work.rows) for each in prepared.inputs], handle, ticket)
         begin = partial(_begin, prepared, answers)
         rows = await engine.run_in_thread(begin, ticket.deadline)
-        if prepared.sweep.method == "attribution":
+        if prepared.sweep.attribution:
             await _attribute(engine, prepared, rows, ticket)
             on_progress(work.rows, work.rows)
             return await engine.run_in_thread(partial(_collect, prepared, rows), ticket.deadline)
@@ -286,7 +286,7 @@ def _plan_work(
     counts = [each.count(sweep) for each in inputs]
     count, numbers = sum(counts), sum(counts) + len(inputs)
     check_sizes([ResultSize(METRIC, "float32", numbers, 4 * numbers)], len(inputs), request.reply)
-    if sweep.method == "attribution":  # a forward of each, and one with a backward
+    if sweep.attribution:  # a forward of each, and one with a backward
         count = sum(map(bool, counts))
         return PlannedWork(control, handle, count, BACKWARD_FACTOR * count * _estimate_seconds(inputs[0].job), SMALLER)
     check_changed_inputs(count, sum(map(bool, counts)), control.settings, f"try {SMALLER}")
@@ -423,7 +423,7 @@ def _collect_row(prepared: PreparedSweep, row: SweptRow, edited: SweptRow, swept
     digest = _digest("metric", row.job.prepared.fingerprints[METRIC], objective)
     edited_from = _digest("metric", swept.fingerprint, objective)
     receipts = {METRIC: replace(features.receipts[METRIC], **shared, axes=(), fingerprint=digest)}
-    made_by = f"{'sweep' if sweep.method == 'exact' else sweep.method} {list(sweep.axes)} {list(sweep.values)}"
+    made_by = f"{'attribution' if sweep.attribution else 'sweep'} {list(sweep.axes)} {list(sweep.values)}"
     axes = (*sweep.axes, *(["value"] if sweep.values else []))
     for place in swept.places or places:
         made = _digest(made_by, edited_from, place.fingerprint)

@@ -22,7 +22,6 @@ from layertap.models.plan.requested import (
     Selector,
     StepRule,
     Sweep,
-    SweepMethod,
 )
 from layertap.models.plan.selectors import MAX_TEXT, parse_selector
 from layertap.models.points import EACH
@@ -274,15 +273,15 @@ class SweepBody(ChangingBody, OperationBody):
     values: Values = ()
     top: int = Field(0, ge=0, le=MAX_EFFECTS, description="how many of each input's largest effects are named")
     window: int = Field(1, ge=1, le=MAX_INTERVENTIONS, description="how many adjacent places are edited at once")
-    method: SweepMethod = Field("exact", description="attribution: all edits are estimated by one gradient")
+    attribution: Flag = Field(False, description="all edits are estimated by one gradient")
     objective: MetricBody | None = None
 
     def _read_request(self) -> dict[str, Any]:
         number = read_field("/values", self._find_number)
         unedited = self.objective is not None and self.objective.target == "unedited"
-        if self.method == "attribution" and (unedited or self.op == "noise"):
+        if self.attribution and (unedited or self.op == "noise"):
             detail = "a gradient tells nothing of noise, nor of the distance to the unedited output"
-            raise RequestError.from_faults([Fault(detail, "leave 'method' out", "/method")])
+            raise RequestError.from_faults([Fault(detail, "leave 'attribution' out", "/attribution")])
 
         def read_place(body: SweepPlaceBody) -> Intervention:
             operation = self.to_operation(body)
@@ -293,7 +292,7 @@ class SweepBody(ChangingBody, OperationBody):
 
         places = read_entries(self.layers, "layers", read_place)
         return {
-            "sweep": Sweep(places, number, self.values, self.top, self.window, self.method),
+            "sweep": Sweep(places, number, self.values, self.top, self.window, self.attribution),
             **super()._read_request(),
         }
 

@@ -24,6 +24,7 @@ CLEAN = torch.randint(4, VOCABULARY, (7,), generator=torch.Generator().manual_se
 CORRUPT = [*CLEAN[:3], (CLEAN[3] + 1) % VOCABULARY, *CLEAN[4:]]
 SHORT = CLEAN[:4]
 LAYERS, HEADS, WIDTH = 2, 4, 8
+PAGE = (ROOT / "docs" / "how-to" / "interventions.md").read_text()
 SCORES = {"layer": ".[logits]", "tokens": [-1]}
 Patch = Callable[[Tensor], Tensor]
 
@@ -96,14 +97,18 @@ def head_of(number: int) -> slice:
     return slice(WIDTH * number, WIDTH * (number + 1))
 
 
-def test_printed_script(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    """The script of the how-to page, which patches every head in one request, prints what hooks by hand give."""
-    page = (ROOT / "docs" / "how-to" / "interventions.md").read_text()
-    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+def run_script(served: Served, title: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """The words of each line that the script of a section of the how-to page prints."""
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE.split(f"## {title}\n")[1].split("\n## ")[0], re.DOTALL)
     script = script.replace("http://127.0.0.1:8000", served.live.url)
     script = script.replace("httpx.post(", "httpx.post(timeout=60, url=")  # five seconds are few on busy cores
     exec(compile(script, "page", "exec"), {})
-    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_printed_script(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script of the how-to page, which patches every head in one request, prints what hooks by hand give."""
+    printed = run_script(served, "Patch activations", capsys)
     clean, corrupt = (
         [WORDS.index(word) for word in text.split()] for text in ("the cat sat on the mat", "the dog sat on the mat")
     )
@@ -113,6 +118,17 @@ def test_printed_script(served: Served, capsys: pytest.CaptureFixture[str]) -> N
         change = copied(taken(served.module, clean, place(int(layer))), ..., head_of(int(head)))
         expected = patched(served.module, corrupt, place(int(layer)), change)[9] - before
         assert float(moved) == pytest.approx(expected, abs=2e-4)
+
+
+def test_printed_lens(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script that reads each block through the head prints what the final norm and the head make of it."""
+    printed = run_script(served, "Read each block through the head", capsys)
+    tokens = torch.tensor([[WORDS.index(word) for word in ("the", "cat", "sat", "on", "the", "mat")]])
+    with torch.no_grad():
+        *states, normed = served.module(input_ids=tokens, output_hidden_states=True).hidden_states[1:]
+        states = [served.module.transformer.ln_f(state) for state in states]
+        best = [served.module.lm_head(state)[0, -1].argmax() for state in (*states, normed)]
+    assert printed == [[f"transformer.h.{layer}", str(int(each))] for layer, each in enumerate(best)]
 
 
 def test_tokens_of_texts_of_two_lengths(served: Served) -> None:

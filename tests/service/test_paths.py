@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from torch import Tensor
 from layertap.models.spec import ModelSpec
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured
-from tests.transformers_nets import VOCABULARY, saved
+from tests.service.load_server import ROOT
+from tests.service.support import Array, Json, arrays_of, configured, problem
+from tests.transformers_nets import VOCABULARY, WORDS, saved, tokenizer
 
 CLEAN = torch.randint(4, VOCABULARY, (7,), generator=torch.Generator().manual_seed(1)).tolist()
 CORRUPT = [*reversed(CLEAN)]
@@ -45,6 +47,7 @@ def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     folder = tmp_path_factory.mktemp("models")
     names = ("gpt2", "llama")
     modules = {name: type(saved(name, folder / name)).from_pretrained(folder / name).eval() for name in names}
+    tokenizer(folder / "gpt2", specials=False)
     specs = [ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in modules]
     with serve(configured(*specs)) as live:
         yield Served(live, modules)
@@ -159,6 +162,16 @@ def of_layer(name: str, layer: int) -> Place:
     return Place(place.model, selector, module, place.heads, place.is_input, place.start)
 
 
+def patch_path(
+    module: Any, clean: list[int], corrupt: list[int], heads: list[Place], receiver: tuple[Place, int]
+) -> Array:
+    """The last token's scores of a run in which one head reads another's output of a corrupt run, in two runs."""
+    outputs = [(place, put(take(module, clean, place))) for place in heads]
+    sender = heads[0], put(take(module, corrupt, heads[0]), SENDER)
+    place, head = receiver
+    return run(module, clean, (place, put(take(module, clean, place, *outputs, sender), head)))
+
+
 @pytest.mark.parametrize(
     ("model", "outputs", "receiver", "head"),
     [
@@ -171,11 +184,8 @@ def test_path(served: Served, model: str, outputs: str, receiver: str, head: int
     """The path from a head's output to what another head reads, in one request: no other head sees the change."""
     module = served.modules[model]
     heads = [of_layer(outputs, layer) for layer in range(LAYERS)]
-    at = of_layer(receiver, 1)
-    clean, corrupt = ([take(module, tokens, place) for place in heads] for tokens in (CLEAN, CORRUPT))
-    frozen = [(place, put(value)) for place, value in zip(heads, clean, strict=True)]
-    sent = take(module, CLEAN, at, *frozen, (heads[0], put(corrupt[0], SENDER)))
-    expected = run(module, CLEAN, (at, put(sent, head)))
+    at = PLACES[receiver]
+    expected = patch_path(module, CLEAN, CORRUPT, heads, (at, head))
     assert np.abs(expected - run(module, CLEAN)).max() > 1e-3
     every = heads[1].selector.replace(".1.", ".*.")
     freeze = {"layer": every, "op": "replace", "from": {"input": 0}}
@@ -189,3 +199,45 @@ def test_path(served: Served, model: str, outputs: str, receiver: str, head: int
     ]
     found = served.extract(model, inputs, {"layer": "lm_head", "tokens": [-1]})
     np.testing.assert_allclose(found[3, 0], expected, atol=1e-5)
+
+
+def test_path_of_the_page(served: Served) -> None:
+    """The request of the how-to page patches the path that it names."""
+    page = (ROOT / "docs" / "how-to" / "interventions.md").read_text()
+    body = json.loads(page.split("## Patch a path\n")[1].split("```json\n")[1].split("```")[0])
+    texts = [[WORDS.index(word) for word in body["inputs"][row]["text"].split()] for row in range(2)]
+    heads = [of_layer("beside each other", layer) for layer in range(LAYERS)]
+    queries = replace(PLACES["one of three parts"], start=0)
+    expected = patch_path(served.modules["gpt2"], *texts, heads, (queries, RECEIVER))
+    found = arrays_of(served.live.client.post("/extract", json={**body, "encoding": "base64"}))[".[logits]"]
+    np.testing.assert_allclose(found[3, 0], expected, atol=1e-5)
+    assert np.abs(found[3] - found[0]).max() > 1e-5
+
+
+def test_listed_heads(served: Served) -> None:
+    """Layers say how many heads each place has; where nothing shows them they are refused."""
+    layers = served.live.client.get("/models/llama/layers").json()["layers"]
+    listed = {
+        f"{layer['name']}:{side}": each[0]["heads"]
+        for layer in layers
+        for side, each in (("input", layer["inputs"]), ("output", layer["outputs"]))
+        if each and "heads" in each[0]
+    }
+    own = {"q_proj:output": 4, "k_proj:output": 2, "v_proj:output": 2, "o_proj:input": 4}
+    assert listed == {
+        f"model.layers.{layer}.self_attn.{name}": count for layer in range(2) for name, count in own.items()
+    }
+    assert "32 NTC, 4 heads" in served.live.client.get("/models/llama/layers?format=text").text
+    entry = {"layer": f"{ATTENTION}.c_attn", "heads": [0]}
+    fault = problem(served.post("gpt2", [{"tokens": CLEAN}], layers=[entry]), 422)["errors"][0]
+    assert "no axis for 'heads'" in fault["detail"]
+
+
+def test_statistics_of_heads(served: Served) -> None:
+    """Statistics of each head, a pool of one, and a verified answer."""
+    place, tokens = PLACES["grouped keys"], [{"tokens": CLEAN}]
+    keys = take(served.modules["llama"], CLEAN, place)
+    found = served.extract("llama", tokens, {"layer": place.selector, "stats": ["l2"], "by": "head"})
+    np.testing.assert_allclose(found[0, :, 0], keys[0].transpose(0, 1).flatten(1).norm(dim=1), rtol=1e-5)
+    pooled = served.extract("llama", tokens, {"layer": place.selector, "heads": [1], "pool": "mean"}, verify=True)
+    np.testing.assert_allclose(pooled[0], keys[0, :, 1].mean(0), atol=1e-5)

@@ -253,7 +253,7 @@ ATTRIBUTED: dict[str, tuple[Json, Callable[[Tensor, Tensor], Tensor], tuple[int,
 def test_attribution(nets: Nets, name: str) -> None:
     """The gradient of the unedited run times what each edit adds, in the place of running it."""
     fields, add, summed = ATTRIBUTED[name]
-    body: Json = {**PATCHING, "from": None, **fields, "method": "attribution", "top": 3}
+    body: Json = {**PATCHING, "from": None, **fields, "attribution": True, "top": 3}
     reply = nets.live.client.post("/sweep", json={**body, "encoding": "base64"})
     found, kept = arrays_of(reply), dict[str, list[Tensor]]()
 
@@ -280,7 +280,7 @@ def test_attribution(nets: Nets, name: str) -> None:
         np.testing.assert_allclose(found[layer][1], expected[0], rtol=1e-5, atol=1e-5)
     assert (
         reply.json()["receipts"][BLOCKS[0]]["fingerprint"]
-        != nets.live.client.post("/sweep", json={**body, "method": "exact"}).json()["receipts"][BLOCKS[0]][
+        != nets.live.client.post("/sweep", json={**body, "attribution": False}).json()["receipts"][BLOCKS[0]][
             "fingerprint"
         ]
     )
@@ -291,7 +291,7 @@ def test_attribution_of_heads(nets: Nets) -> None:
     layers = [f"{BLOCKS[1]}.attn.c_proj:input", f"{BLOCKS[0]}.attn:attention"]
     body: Json = {"model": "gpt2", "layers": layers, "op": "scale", "by": 1.001, "each": "head"}
     body |= {"objective": {"kind": "logit", "class": 5, "position": -1}, "inputs": [{"tokens": CLEAN}]}
-    exact, estimated = (nets.sweep(**body, method=method) for method in ("exact", "attribution"))
+    exact, estimated = (nets.sweep(**body, attribution=each) for each in (False, True))
     for layer in layers:
         effects = [(each[layer] - each["metric"])[0] for each in (exact, estimated)]
         np.testing.assert_allclose(*effects, atol=5e-6)
@@ -364,8 +364,8 @@ REFUSED: dict[str, tuple[Json, str, str]] = {
     "a value twice": ({"op": "scale", "values": [1, 1]}, "/values", "once"),
     "a window of too many": ({"window": 2}, "/window", "name 1 places"),
     "a window of several sizes": ({"window": 2, "each": "channel", "layers": ["block?"]}, "/window", "sizes"),
-    "a gradient of 0": ({"method": "attribution", "objective": {"target": "unedited"}}, "/method", "gradient 0"),
-    "an estimate of noise": ({"method": "attribution", "op": "noise", "std": 1}, "/method", "noise"),
+    "a gradient of 0": ({"attribution": True, "objective": {"target": "unedited"}}, "/attribution", "unedited"),
+    "an estimate of noise": ({"attribution": True, "op": "noise", "std": 1}, "/attribution", "noise"),
     "values and a number": ({"op": "scale", "by": 1, "values": [1]}, "/values", "'by'"),
     "no other input": ({"op": "replace", "from": {"input": 0}}, "/from/input", "beside"),
     "values from another input": ({**PATCHING, "values": [1]}, "/values", "'from'"),

@@ -237,6 +237,8 @@ RARE = {
     "Receipt": {"forward", "entries_per_row", "row_order", "truncated", "source_rates", "seconds_per_step"},
     "ComparisonReply": {"warnings"},
     "Checkpoint": {"adapter"},  # of a folder of peft
+    "Tensor": {"heads"},  # of a function
+    "AttentionTensor": {"heads"},  # which has an axis for them
     "TextInputs": {"cuts", "prompts", "default_prompt"},  # of a sentence-transformers folder
     "Model": {
         "replacement",
