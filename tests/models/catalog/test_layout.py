@@ -272,3 +272,39 @@ def test_a_small_effect_is_seen() -> None:
             return x - 0.01 * self.mean(x)
 
     assert surveyed(seeded(Slightly(), 0), 4).crosses_rows
+
+
+class Attending(nn.Module):
+    """Attention with two query heads for each key head, by products of matrices, or by torch's function."""
+
+    def __init__(self, *, fused: bool, width: int) -> None:
+        super().__init__()
+        self.fused, self.width = fused, width
+        self.query, self.key, self.out = nn.Linear(32, 4 * width), nn.Linear(32, 2 * width), nn.Linear(4 * width, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key = (each(x).unflatten(2, (-1, self.width)).transpose(1, 2) for each in (self.query, self.key))
+        key = key.repeat_interleave(2, 1)
+        if self.fused:
+            found = nn.functional.scaled_dot_product_attention(query, key, key)
+        else:
+            found = (query @ key.transpose(2, 3)).softmax(3) @ key
+        result: Tensor = self.out(found.transpose(1, 2).flatten(2))
+        return result
+
+
+@pytest.mark.parametrize(("fused", "width"), [(True, 8), (False, 8), (False, 4)])
+def test_heads(fused: bool, width: int) -> None:
+    """Heads side by side are known where attention splits or joins them, at any size; elsewhere there are none."""
+    layers = surveyed(Attending(fused=fused, width=width), 4, 32).layers
+    heads = {name: layer.calls[0].output.tensors[0].heads for name, layer in layers.items()}
+    assert heads == {".": 0, "query": 4, "key": 2, "out": 0}
+    assert layers["out"].calls[0].input.tensors[0].heads == 4
+
+
+def test_products_without_heads() -> None:
+    """What is repeated along windows, or along rows, says nothing of heads."""
+    for module, inside in ((resnet(), ""), (swin(), ".attn")):
+        for layer in surveyed(module, 3, 32, 32).layers.values():
+            if not inside or inside not in layer.name:
+                assert not any(info.heads for call in layer.calls for info in call.output.tensors)

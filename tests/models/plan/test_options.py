@@ -131,7 +131,6 @@ CHANGES_REFUSED: dict[str, tuple[str, Operation, str]] = {
         Operation("replace", tensor=data(8, 4, 5)),
         "has shape [8, 4, 5]; send [8, 4, 6], or what broadcasts",
     ),
-    "each of windows": ("windows", Operation("zero", each=("channels",)), "has several entries for each input"),
     "each of no axis": ("map", Operation("zero", each=("tokens",)), "has no axis for 'each'"),
     "other shape": (
         "map",
