@@ -28,10 +28,11 @@ Change = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Served:
-    """A server of two language models, and these offline."""
+    """A server of two language models and a classifier of texts, and these offline."""
 
     live: Live
     modules: dict[str, Any]
+    pairs: Any  # the classifier's tokenizer
 
     def post(self, model: str, inputs: list[Json], path: str = "/extract", **fields: Any) -> Any:
         body = {"model": model, "encoding": "base64", "inputs": inputs, **fields}
@@ -45,12 +46,13 @@ class Served:
 @pytest.fixture(scope="module")
 def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("models")
-    names = ("gpt2", "llama")
+    names = ("gpt2", "llama", "classifier")
     modules = {name: type(saved(name, folder / name)).from_pretrained(folder / name).eval() for name in names}
     tokenizer(folder / "gpt2", specials=False)
+    pairs = tokenizer(folder / "classifier")
     specs = [ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in modules]
     with serve(configured(*specs)) as live:
-        yield Served(live, modules)
+        yield Served(live, modules, pairs)
 
 
 @dataclass(frozen=True)
@@ -241,3 +243,24 @@ def test_statistics_of_heads(served: Served) -> None:
     np.testing.assert_allclose(found[0, :, 0], keys[0].transpose(0, 1).flatten(1).norm(dim=1), rtol=1e-5)
     pooled = served.extract("llama", tokens, {"layer": place.selector, "heads": [1], "pool": "mean"}, verify=True)
     np.testing.assert_allclose(pooled[0], keys[0, :, 1].mean(0), atol=1e-5)
+
+
+def test_edits_of_pairs(served: Served) -> None:
+    """Each of two pairs has edits of its own, whose tokens count through both of its texts."""
+    layer, rows = "bert.encoder.layer.0.output", [("a cat sat", "the dog saw a mat", 5), ("a dog", "the red mat", -1)]
+    inputs: list[Json] = []
+    for text, other, token in rows:
+        edit = {"layer": layer, "op": "scale", "by": 3, "tokens": [token]}
+        inputs.append({"text": text, "text_pair": other, "interventions": [edit]})
+    found = served.extract("classifier", inputs, ".[logits]")
+    for row, (text, other, token) in zip(found, rows, strict=True):
+
+        def scale(part: Any, args: Any, output: Tensor, token: int = token) -> Tensor:
+            output = output.clone()
+            output[:, token] *= 3
+            return output
+
+        module = served.modules["classifier"]
+        with torch.no_grad(), module.get_submodule(layer).register_forward_hook(scale):
+            expected = module(**served.pairs(text, other, return_tensors="pt")).logits[0]
+        np.testing.assert_allclose(row, expected, atol=1e-5)
