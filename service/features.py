@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import WithJsonSchema
 
 from layertap.models.errors import Fault
-from layertap.models.plan.requested import Combine
+from layertap.models.plan.requested import Combine, Sample
 from layertap.models.spec import Preprocessed
 from layertap.service.probes import Probe
 
@@ -35,6 +35,8 @@ class Receipt:
     captured: tuple[int | None, ...]  # shape in the hook, of one input if inputs differ; None: an axis that differs
     dtype: str  # in the hook, before pooling and casting
     pool: str
+    grid: GridSize | None = None  # rows and columns that pixels or patches were averaged to
+    sample: Sample | None = None  # entries that were kept of each pooled row
     normalize: bool = False
     fingerprint: str
     space: str = ""  # equal for vectors that may be compared; "" for maps and effects, and rows of several spaces
@@ -75,7 +77,7 @@ class Receipt:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; default values are left out."""
         values = {key: value for key, value in vars(self).items() if key not in DEFAULTS or value != DEFAULTS[key]}
-        return values if self.probe is None else {**values, "probe": asdict(self.probe)}
+        return {key: asdict(value) if isinstance(value, Probe | Sample) else value for key, value in values.items()}
 
 
 DEFAULTS = {each.name: each.default for each in fields(Receipt) if each.default is not MISSING}

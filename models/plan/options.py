@@ -21,8 +21,8 @@ from layertap.models.errors import SelectorError, escape
 from layertap.models.inputs.model_inputs import TextSpec
 from layertap.models.plan.objectives import OBJECTIVES
 from layertap.models.plan.operations import OPERATIONS, compute_part_shape
-from layertap.models.plan.plan import ResolvedObjective, Tap, get_boundary
-from layertap.models.plan.poolings import POOLINGS
+from layertap.models.plan.plan import Capture, ResolvedObjective, Tap, get_boundary
+from layertap.models.plan.poolings import POOLINGS, describe_grid, find_map_size
 from layertap.models.plan.projections import count_projected_bytes, describe_projection
 from layertap.models.plan.requested import BY_AXIS, Objective, Operation, Projection, Reduction, Terms
 from layertap.models.plan.statistics import get_statistic
@@ -40,6 +40,7 @@ MAX_PROJECTED_BYTES = 2**30  # of one row after any step of a projection
 NEEDS: Mapping[str, str] = {
     **AXES,
     "project": "C",
+    "grid": "NC",
     "region": "HW",
     "op": "",
     "by": "",
@@ -193,6 +194,14 @@ def check_reduction(tap: Tap, reduction: Reduction, catalog: Catalog, lengths: T
     if reduction.project is not None:
         yield from check_projection(name, info, reduction.project, sizes_known)
         info = describe_projection(info, reduction.project)
+    if reduction.grid is not None:
+        yield from check_need("grid", name, info)
+        size = find_map_size(info)
+        if size is None:
+            yield f"{name} has no rows and columns of pixels or patches", f"leave 'grid' out, or {GIVE_LAYOUT}"
+        elif max(reduction.grid[0] - size[0], reduction.grid[1] - size[1]) > 0:
+            yield f"'grid' is larger than {name}, of {size[0]} by {size[1]}", "write a smaller one: [rows, columns]"
+        info = describe_grid(info, reduction.grid)
     if reduction.stats is not None:
         yield from _check_stats(name, replace(tap, info=info), reduction, sizes_known)
     if reduction.combine is not None and tap.point.site != "grad_weight":
@@ -219,6 +228,19 @@ def check_reduction(tap: Tap, reduction: Reduction, catalog: Catalog, lengths: T
         if option == "channels" and info.axis("C") in info.token_axes and min(indices, default=0) < 0:
             detail = f"the channels of {name} are tokens, of which each text has its own number"
             yield detail, "count from the first, 0"
+    if reduction.sample is not None:
+        yield from _check_sample(tap, info, reduction, sizes_known)
+
+
+def _check_sample(tap: Tap, info: TensorInfo, reduction: Reduction, sizes_known: bool) -> Iterator[Refusal]:
+    """A pooled row has too few entries, or as many as its text has tokens."""
+    name, units = tap.name, reduction.sample.units if reduction.sample is not None else 0
+    is_of_tokens = reduction.tokens is None and (info.token_axes or info.merges_tokens)
+    if is_of_tokens and (reduction.pool == "flatten" or (info.layout or "").find("C") in info.token_axes):
+        yield f"{name} has other numbers of units for texts of other lengths", "add a pool: 'mean', 'last', …"
+    size = Capture(tap.point, tap.info, replace(reduction, sample=None)).reduced_info.shape[-1]
+    if units > size and sizes_known:
+        yield f"'sample' of {name} takes {units} units, and there are {size}", "ask for fewer, or leave 'sample' out"
 
 
 def _check_stats(name: str, tap: Tap, reduction: Reduction, sizes_known: bool) -> Iterator[Refusal]:

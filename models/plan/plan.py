@@ -11,7 +11,7 @@ from typing import NamedTuple
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, TensorInfo
 from layertap.models.devices.devices import TORCH_DTYPES
 from layertap.models.errors import InputError, escape
-from layertap.models.plan.poolings import POOLINGS
+from layertap.models.plan.poolings import POOLINGS, describe_grid
 from layertap.models.plan.projections import count_projected_bytes, describe_projection
 from layertap.models.plan.requested import BY_AXIS, Objective, Operation, Projection, Reduction
 from layertap.models.plan.statistics import list_columns
@@ -79,7 +79,7 @@ class Capture(Tap):
         Integers and booleans keep their dtype, unless they are averaged or reduced to statistics.
         """
         reduction, pooling = self.reduction, POOLINGS[self.reduction.pool]
-        info = describe_projection(self.unpadded, reduction.project)
+        info = describe_grid(describe_projection(self.unpadded, reduction.project), reduction.grid)
         shape = info.index_select(reduction.indices_by_axis).shape
         if reduction.metric is not None:
             return TensorInfo(info.path, (1,), "float32")
@@ -88,7 +88,8 @@ class Capture(Tap):
             shape = (1, columns) if reduction.by is None else (1, shape[info.axis(BY_AXIS[reduction.by])], columns)
         elif pooling.compute is not None:
             channels = shape[info.axis("C")] if info.has_axis("C") else 1
-            shape = 1, channels if pooling.by_channel else prod(shape)
+            size = channels if pooling.by_channel else prod(shape)
+            shape = 1, size if reduction.sample is None else reduction.sample.units
         dtype = reduction.dtype if self.is_float else info.dtype
         return TensorInfo(info.path, shape, dtype, 0 if reduction.is_by_row else info.row_axis)
 
@@ -121,8 +122,8 @@ class Capture(Tap):
     def is_float(self) -> bool:
         """Whether the reduced values are floating."""
         reduction = self.reduction
-        averages = POOLINGS[reduction.pool].averages or reduction.stats is not None or reduction.metric is not None
-        return self.info.is_floating or averages or reduction.normalize
+        computed = any(each is not None for each in (reduction.grid, reduction.stats, reduction.metric))
+        return self.info.is_floating or POOLINGS[reduction.pool].averages or computed or reduction.normalize
 
     @property
     def is_scaled(self) -> bool:

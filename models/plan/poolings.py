@@ -3,17 +3,21 @@
 A function gets the rows and the number of prefix tokens to leave out, and calls only tensor methods. ``mean``, ``max``
 and ``gem`` reduce every axis but rows and channels to (N, C); ``mean_all`` is ``mean`` with prefix tokens.
 ``cls`` is the first token as (N, C), ``last`` the last token that is no padding. ``flatten`` is (N, everything else).
-``none`` keeps the tensor as the hook saw it.
+``none`` keeps the tensor as the hook saw it. ``average_to_grid`` comes before a pooling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
+from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor, to_floating
+from layertap.models.points import Grid
 from layertap.models.spec import Pool
 
 GEM_P = 3.0  # the exponent of Radenović et al., "Fine-tuning CNN image retrieval with no human annotation", 2018
@@ -53,3 +57,26 @@ POOLINGS: Mapping[Pool, Pooling] = {
     "last": Pooling(lambda rows, skip: rows.positions()[:, :, -1], skips_prefix=False, last_token=True),
     "flatten": Pooling(lambda rows, skip: rows.group().flatten(1), by_channel=False, combines=False),
 }
+
+
+def find_map_size(info: TensorInfo) -> Grid | None:
+    """Rows and columns of a tensor's pixels or patches; None if it has other axes than these and channels."""
+    axes = (info.layout or "").replace("N", "").replace("C", "")
+    if info.entries_per_row > 1 or not info.has_axis("C"):
+        return None
+    if axes == "T" and info.grid_size is not None and prod(info.grid_size) == info.size("T") - info.prefix:
+        return info.grid_size
+    return (info.size("H"), info.size("W")) if axes == "HW" else None
+
+
+def describe_grid(info: TensorInfo, grid: Grid | None) -> TensorInfo:
+    """A tensor averaged to a grid as a catalog would describe it."""
+    if grid is None:
+        return info
+    return replace(info, shape=(1, info.size("C"), *grid), layout="NCHW", row_axis=0, prefix=0, grid_size=None)
+
+
+def average_to_grid(rows: RowTensor, grid: Grid) -> RowTensor:
+    """Average pixels or patches, without prefix tokens, to (N, C, rows, columns), as torch's adaptive_avg_pool2d."""
+    maps = to_floating(rows.positions(rows.info.prefix)).unflatten(-1, find_map_size(rows.info) or grid)
+    return replace(rows, value=adaptive_avg_pool2d(maps, grid), info=describe_grid(rows.info, grid))

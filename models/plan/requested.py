@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Literal
 
 from layertap.models.labels import Outputs
-from layertap.models.points import AXES, EACH, Point, Site
+from layertap.models.points import AXES, EACH, Grid, Point, Site
 from layertap.models.spec import Pool, ReplyDType
 
 Op = Literal["zero", "scale", "add", "clamp", "relu", "square", "tanh", "replace", "noise"]
@@ -109,20 +109,30 @@ class Part:
         return {AXES[option]: indices for option, indices in self.indices.items()}
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Entries of a vector of n: ``numpy.random.default_rng(seed).choice(n, units, replace=False)``, in this order."""
+
+    units: int
+    seed: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reduction(Part):
-    """What happens to a captured tensor on its device: project, narrow to a part, pool, normalise, cast.
+    """What happens to a captured tensor on its device: project, average, narrow to a part, pool, sample, normalise, cast.
 
     ``metric`` replaces everything else; ``stats`` replace pooling and all later steps.
     """
 
     project: Projection | None = None  # maps the channels to others, which the later steps see
+    grid: Grid | None = None  # averages pixels or patches to so many rows and columns: (N, C, rows, columns)
     stats: tuple[str, ...] | None = None  # columns in this order, for each row
     by: By | None = None  # statistics of each channel or head of a row
     over: Literal["inputs"] | None = None  # statistics of all rows of the request together
     edges: tuple[float, ...] | None = None  # of the histogram's bins
     combine: Combine | None = None  # all rows of the request into one result, after every other step
     pool: Pool = "none"
+    sample: Sample | None = None  # entries of a pooled row
     normalize: bool = False  # L2, over the last axis of a pooled result
     dtype: ReplyDType = "float32"
     metric: Objective | None = None  # an objective's value for each row
@@ -130,7 +140,7 @@ class Reduction(Part):
     @property
     def is_by_row(self) -> bool:
         """Whether the result has one entry for each input on axis 0, however the tensor holds its rows."""
-        return self.pool != "none" or self.stats is not None or self.metric is not None
+        return self.pool != "none" or any(each is not None for each in (self.grid, self.stats, self.metric))
 
     @property
     def is_of_heads(self) -> bool:

@@ -1,4 +1,4 @@
-"""Reduce a captured tensor on its device as the request asked: narrow, pool, normalise, cast.
+"""Reduce a captured tensor on its device as the request asked: narrow, pool, sample, normalise, cast.
 
 Padding counts in no pooling (``plan/poolings.py``) and no statistic (``plan/statistics.py``). Floating results
 are computed in float32 whatever the model's dtype is.
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from layertap.models.catalog.row_tensor import RowTensor, to_floating
 from layertap.models.devices.devices import DTYPES
 from layertap.models.devices.transfer import to_plain
 from layertap.models.plan.objectives import compute_objectives
-from layertap.models.plan.poolings import POOLINGS
+from layertap.models.plan.poolings import POOLINGS, average_to_grid
 from layertap.models.plan.projections import project
 from layertap.models.plan.requested import BY_AXIS, Reduction
 from layertap.models.plan.statistics import get_statistic
@@ -61,6 +62,9 @@ def reduce(captured: RowTensor, reduction: Reduction, length: int | None = None)
     if reduction.project is not None:
         plain = replace(captured, value=to_plain(captured.value))
         return reduce(project(plain, reduction.project), replace(reduction, project=None), length)
+    if reduction.grid is not None:
+        plain = replace(captured, value=to_plain(captured.value))
+        return reduce(average_to_grid(plain, reduction.grid), replace(reduction, grid=None), length)
     mask = captured.token_mask
     if mask is None or not captured.is_padded:
         whole = _combine(_narrow(captured, reduction), reduction)
@@ -128,6 +132,11 @@ def _combine(rows: RowTensor, reduction: Reduction) -> Tensor:
     pooling = POOLINGS[reduction.pool]
     skips_prefix = reduction.tokens is None and pooling.skips_prefix
     value = rows.value if pooling.compute is None else pooling.compute(rows, rows.info.prefix if skips_prefix else 0)
+    if reduction.sample is not None:
+        chosen = np.random.default_rng(reduction.sample.seed).choice(
+            value.shape[1], reduction.sample.units, replace=False
+        )
+        value = value.index_select(1, torch.from_numpy(chosen).to(value.device))
     return torch.nn.functional.normalize(to_floating(value), dim=-1) if reduction.normalize else value
 
 

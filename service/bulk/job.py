@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -21,6 +22,8 @@ from layertap_client.errors import Fault as ClientFault
 class Question:
     """The question for every input; ``model`` None is the default one, ``layers`` empty its embedding.
 
+    ``layers``: selectors, or the JSON of objects.
+
     ``reduce``: the reductions to write instead of vectors; ``top``: how many inputs to keep for each channel.
     ``texts``: inputs are texts, not pictures; ``prompt``: the name of a prompt in the model's folder, put before each
     text; ``truncate``: which end of a long text is cut.
@@ -39,7 +42,8 @@ class Question:
     @property
     def entries(self) -> list[Any]:
         """The ``layers`` field of a request."""
-        return [make_entry(layer, self.reduce) for layer in self.layers] if self.reduce else list(self.layers)
+        entries = [json.loads(layer) if layer.startswith("{") else layer for layer in self.layers]
+        return [make_entry(entry, self.reduce) for entry in entries] if self.reduce else entries
 
     def describe(self) -> dict[str, Any]:
         """The question as plain data."""

@@ -101,13 +101,15 @@ def _finish_stats(state: State) -> State:
 
 def _add_top(state: State, columns: Mapping[str, Array], batch: Batch) -> State:
     """The inputs with the greatest maxima; of equal ones, those that came first; NaN comes last."""
-    values = columns["max"].T
-    numbers = np.broadcast_to(batch.numbers, values.shape)
-    if state:
-        values = np.concatenate([state["top"], values], axis=1)
-        numbers = np.concatenate([state["top_inputs"], numbers], axis=1)
-    order = np.argsort(-values, axis=1, kind="stable")[:, : batch.top]
-    return {"top": np.take_along_axis(values, order, 1), "top_inputs": np.take_along_axis(numbers, order, 1)}
+    maxima = columns["max"].T
+    found = {
+        "top": maxima,
+        "top_inputs": np.broadcast_to(batch.numbers, maxima.shape),
+        "top_places": columns["argmax"].T.astype(np.int64),
+    }
+    found = {name: np.concatenate([state[name], array], axis=1) for name, array in found.items()} if state else found
+    order = np.argsort(-found["top"], axis=1, kind="stable")[:, : batch.top]
+    return {name: np.take_along_axis(array, order, 1) for name, array in found.items()}
 
 
 def _add_histogram(state: State, columns: Mapping[str, Array], batch: Batch) -> State:
@@ -162,17 +164,18 @@ REDUCTIONS = {
     "stats": Reduction(
         ("count", "mean", "std", "min", "max", "zeros"), _add_by_layer(_add_stats), _finish_by_layer(_finish_stats)
     ),
-    "top": Reduction(("max",), _add_by_layer(_add_top), _finish_by_layer(dict)),
+    "top": Reduction(("max", "argmax"), _add_by_layer(_add_top), _finish_by_layer(dict)),
     "histogram": Reduction(("histogram",), _add_by_layer(_add_histogram), _finish_histogram),
     "covariance": Reduction(("mean",), _add_covariance, _finish_covariance),
 }
 
 
-def make_entry(layer: str, names: Sequence[str]) -> dict[str, Any]:
-    """The ``layers`` entry that requests the statistics these reductions need."""
+def make_entry(entry: str | dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The entry of ``layers`` with the statistics that these reductions need."""
     stats = list(dict.fromkeys(each for name in names for each in REDUCTIONS[name].stats))
     edges = {"edges": EDGES} if "histogram" in stats else {}
-    return {"layer": layer, "stats": stats, "by": "channel", **edges}
+    layer = {"layer": entry} if isinstance(entry, str) else entry
+    return {**layer, "stats": stats, "by": "channel", **edges}
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shlex
 import sys
 import threading
@@ -31,7 +32,7 @@ MAX_NAMED = 20  # inputs that are named with their reason
 def bulk(
     source: Annotated[str, typer.Argument(help="A folder, a pattern, a .txt of paths, a .tar, a .parquet, a .jsonl.")],
     out: Annotated[Path, typer.Option("--out", help="FILE.parquet, or a folder.")],
-    layers: Annotated[str, typer.Option(help="Layer selectors, separated by commas; the embedding without.")] = "",
+    layers: Annotated[str, typer.Option(help="Layer selectors, separated by commas, or JSON; the embedding without.")] = "",
     model: ModelOption = None,
     pool: Annotated[Pool | None, typer.Option(help="What makes a vector of each input.")] = None,
     normalize: Annotated[bool, typer.Option(help="L2 over the last axis of pooled results.")] = False,
@@ -91,7 +92,7 @@ def bulk(
     if atlas and ("top" not in reductions or opened.texts):
         raise LayertapError("an atlas is of pictures, and of the reduction 'top'", hint="add top to --reduce")
     kept = top if "top" in reductions else 0
-    question = Question(model, _split(layers), pool, normalize, prompt, truncate, opened.texts, reductions, kept)
+    question = Question(model, _split_layers(layers), pool, normalize, prompt, truncate, opened.texts, reductions, kept)
     job = Job.parse(question, source, out, layout, columns, _split(names))
     reporter, begun = _Reporter(), time.monotonic()
     try:
@@ -113,6 +114,18 @@ def bulk(
 
 def _split(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
+
+
+def _split_layers(text: str) -> tuple[str, ...]:
+    """Selectors with commas between them, or entries as JSON: each as text."""
+    if not text.startswith(("[", "{")):
+        return _split(text)
+    try:
+        entries = json.loads(text)
+    except ValueError as error:
+        raise LayertapError(f"--layers is no JSON: {error}", hint='write [{"layer": "NAME", …}, …]') from error
+    entries = entries if isinstance(entries, list) else [entries]
+    return tuple(entry if isinstance(entry, str) else json.dumps(entry) for entry in entries)
 
 
 def _create_extractor(url: str | None, config: Path | None) -> Extractor:

@@ -58,7 +58,7 @@ def _outline_result(result: Result, rows: int) -> ResultInfo:
         site=capture.point.site,
         shape=capture.reply_shape(rows),
         row_axis=capture.reply_rows_axis,
-        layout=capture.info.layout,
+        layout="NCHW" if reduction.grid else capture.info.layout,
         prefix_tokens=capture.info.prefix,
         whole=reduction.pool == "none" and not any(chosen),
         columns=list_columns(reduction.stats, reduction.edges) if reduction.stats is not None else None,

@@ -56,7 +56,7 @@ def _describe(key: str, receipt: Receipt, shape: Shape, indexes: tuple[int, ...]
         site=receipt.site,
         shape=shape,
         row_axis=receipt.row_axis,
-        layout=receipt.layout,
+        layout="NCHW" if receipt.grid else receipt.layout,
         prefix_tokens=receipt.prefix_tokens,
         whole=receipt.pool == "none" and not any(chosen),
         columns=receipt.stats,

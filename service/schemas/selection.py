@@ -34,6 +34,7 @@ from layertap.models.plan.requested import (
     Operation,
     Projection,
     Reduction,
+    Sample,
     Selector,
     TensorData,
     TensorSource,
@@ -57,6 +58,7 @@ from layertap.service.schemas.base import (
 
 MAX_INTERVENTIONS = 256
 MAX_TERMS = 1000
+MAX_GRID = 1024  # rows or columns
 INDICES = ("channels", "tokens", "heads", "queries", "keys")
 OF_OPERATION = ("op", "by", "value", "min", "max", "std", "seed", "region")
 Call = Annotated[StrictInt | Literal["*"], OneError("Input should be a whole number or '*'")]
@@ -197,6 +199,16 @@ Project = Annotated[Steps | None, BeforeValidator(make_list, json_schema_input_t
 Alias = Annotated[str | None, Field(alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
 
 
+class SampleBody(StrictBody):
+    """``units`` entries of each pooled or flattened row, which numpy's default generator chooses."""
+
+    units: Annotated[StrictInt, Field(ge=1, lt=2**31)]
+    seed: Annotated[StrictInt, Field(ge=0, lt=2**63)] = 0
+
+
+GridSize = Annotated[StrictInt, Field(ge=1, le=MAX_GRID)]
+
+
 class LayerBody(EntryBody):
     """One entry of ``layers`` in its object form; fields that are None are taken from the request."""
 
@@ -204,6 +216,8 @@ class LayerBody(EntryBody):
     normalize: Flag | None = None
     dtype: ReplyDType | None = None
     project: Project = None
+    grid: Annotated[tuple[GridSize, ...], Field(min_length=2, max_length=2)] | None = None
+    sample: SampleBody | None = None
     stats: Stats = None
     by: By | None = None
     over: Literal["inputs"] | None = None
@@ -219,8 +233,11 @@ class LayerBody(EntryBody):
             raise SelectorError("'combine' contradicts 'stats'", hint="leave one out, or send two entries")
         if self.edges is not None and "histogram" not in (self.stats or ()):
             raise SelectorError("'edges' are of a histogram", hint="add 'histogram' to 'stats', or leave them out")
+        if self.stats is not None and (self.grid or self.sample):
+            raise SelectorError("'grid' and 'sample' are of values, not of statistics", hint="leave them out, or 'stats'")
         # Missing fields come from the request, except for statistics.
         default = Reduction(pool=pool, normalize=normalize, dtype=dtype) if self.stats is None else Reduction()
+        pool = self.pool or default.pool
         reduction = Reduction(
             **{name: getattr(self, name) for name in INDICES},
             project=_read_projection(self.project),
@@ -229,7 +246,9 @@ class LayerBody(EntryBody):
             over=self.over,
             edges=self.edges,
             combine=self.combine,
-            pool=self.pool or default.pool,
+            grid=self.grid,
+            pool="flatten" if self.sample is not None and pool == "none" else pool,
+            sample=Sample(self.sample.units, self.sample.seed) if self.sample is not None else None,
             normalize=default.normalize if self.normalize is None else self.normalize,
             dtype=self.dtype or default.dtype,
         )

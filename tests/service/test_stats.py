@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.server import Live
-from tests.service.support import Array, Json, arrays_of, image, picture, problem
+from tests.service.support import Array, Json, arrays_of, image, picture, problem, tensor
 
 NAMES = ["mean", "std", "min", "max", "l2", "zeros", "nonfinite"]
 BINS = [f"histogram[{place}]" for place in range(16)]
@@ -98,3 +99,38 @@ def test_edges(live: Live) -> None:
     assert other != receipt["fingerprint"]
     for wrong in ({"edges": [1, 1]}, {"edges": [0, 1e39]}, {"edges": [1e39, 1e39]}, {"stats": ["mean"]}):
         assert extract(live, {**entry, **wrong}).status_code == 422
+
+
+def test_grid_and_sample(live: Live) -> None:
+    """Averages of a small grid and units chosen at random are what torch and numpy make of the layer's values."""
+    layer = "block2"
+    raw = arrays_of(extract(live, layer))[layer]
+    grid = torch.nn.functional.adaptive_avg_pool2d(torch.from_numpy(raw), (2, 3)).numpy()
+    flat, normed = raw.reshape(len(raw), -1), grid.reshape(len(raw), -1)
+    normed = normed / np.linalg.norm(normed, axis=1, keepdims=True)
+    mean = raw.mean((2, 3))
+    chosen = {size: np.random.default_rng(5).choice(size, 20, replace=False) for size in (flat.shape[1], mean.shape[1])}
+    sample = {"units": 20, "seed": 5}
+    cases: dict[str, tuple[Json, Array]] = {
+        "grid": ({"grid": [2, 3]}, grid),
+        "normed": ({"grid": [2, 3], "pool": "flatten", "normalize": True}, normed),
+        "units": ({"sample": sample}, flat[:, chosen[flat.shape[1]]]),
+        "channels": ({"sample": sample, "pool": "mean"}, mean[:, chosen[mean.shape[1]]]),
+    }
+    reply = extract(live, *({"layer": layer, "as": name, **how} for name, (how, _) in cases.items()))
+    found, receipts = arrays_of(reply), reply.json()["receipts"]
+    for name, (_, expected) in cases.items():
+        np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert (receipts["grid"]["grid"], receipts["units"]["sample"]) == ([2, 3], sample)
+    assert len({receipt["fingerprint"] for receipt in receipts.values()}) == len(cases)
+    entry = {"layer": layer, "grid": [2, 3], "pool": "max"}
+    large = tensor(np.zeros((3, 40, 48), np.float32))  # of another size: still one array
+    assert arrays_of(extract(live, entry, inputs=[INPUTS[0], large]))[layer].shape == (2, raw.shape[1])
+    for wrong, says in (
+        ({"grid": [99, 1]}, "'grid' is larger"),
+        ({"sample": {"units": 10**6}}, "and there are"),
+        ({"grid": [1, 1], "stats": True}, "are of values"),
+        ({"grid": [0, 1]}, "greater than or equal to 1"),
+        ({"layer": "head", "grid": [1, 1]}, "no rows and columns"),
+    ):
+        assert says in str(problem(extract(live, {"layer": layer, **wrong}), 422))

@@ -113,6 +113,8 @@ def make_receipt(job: Job, result: Result) -> Receipt:
         captured=result.capture.unpadded.shape_for(job.rows),
         dtype=info.dtype,
         pool=reduction.pool,
+        grid=reduction.grid,
+        sample=reduction.sample,
         normalize=reduction.normalize,
         fingerprint=job.prepared.fingerprints[result.key],
         space=job.prepared.spaces.get(result.key, ""),

@@ -17,7 +17,7 @@ from torch import Tensor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_tensor import RowTensor
 from layertap.models.plan.plan import Capture
-from layertap.models.plan.requested import Reduction
+from layertap.models.plan.requested import Reduction, Sample
 from layertap.models.plan.statistics import STATS
 from layertap.models.points import Point
 from layertap.models.run.reduction import reduce
@@ -88,6 +88,47 @@ def test_pools(name: str, pool: Pool) -> None:
     found = reduce(RowTensor(value, item.info), Reduction(pool=pool)).values
     assert found.dtype is torch.float32
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+GRIDS = {
+    "NCHW": CASES["NCHW"],
+    "NHWC": CASES["NHWC"],
+    "patches": case((1, 14, 5), "NTC", lambda a, n: a.transpose(0, 2, 1), prefix=2, grid_size=(4, 3)),
+    "TNC": case((13, 1, 5), "TNC", lambda a, n: a.transpose(1, 2, 0), row_axis=1, prefix=1, grid_size=(4, 3)),
+}
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (3, 2), (4, 3)])
+@pytest.mark.parametrize("name", GRIDS)
+def test_grid(name: str, grid: tuple[int, int]) -> None:
+    """Maps and patches of every layout are averaged as by torch; pools and samples are of what that gives."""
+    item = GRIDS[name]
+    value = values(item.shape)
+    maps = torch.from_numpy(item.split(value.numpy(), item.rows)[:, :, item.info.prefix :].copy()).unflatten(-1, (4, 3))
+    wanted = torch.nn.functional.adaptive_avg_pool2d(maps, grid)
+    entries = 5 * grid[0] * grid[1]
+    chosen = np.random.default_rng(7).choice(entries, 4, replace=False)
+    for how, expected in (
+        (Reduction(grid=grid), wanted),
+        (Reduction(grid=grid, channels=(3, 0), pool="max"), wanted[:, [3, 0]].amax((2, 3))),
+        (Reduction(grid=grid, pool="flatten", sample=Sample(4, 7)), wanted.flatten(1)[:, chosen]),
+    ):
+        found = reduce(RowTensor(value, item.info), how).values
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        capture = Capture(POINT, item.info, how)
+        assert (capture.shape(item.rows), capture.reduced_info.row_axis) == (tuple(found.shape), 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_places(name: str) -> None:
+    """The place of a channel's maximum is counted among all its pixels or tokens, class tokens too, in order."""
+    item = CASES[name]
+    value = values(item.shape).round()
+    by = "channel" if "C" in (item.info.layout or "") else None
+    found = reduce(RowTensor(value, item.info), Reduction(stats=("max", "argmax"), by=by)).values.numpy()
+    split = item.split(value.numpy(), item.rows)
+    expected = np.stack([split.max(-1), split.argmax(-1)], axis=-1)
+    np.testing.assert_array_equal(found, expected if by else expected[:, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
