@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file
 
 from layertap.models.spec import ModelSpec
 from tests.server import Live
@@ -94,6 +95,35 @@ def test_texts(command: Command, bert: tuple[str, ...], vectors: Any, tmp_path: 
     rows = read(out)
     assert rows["error"] == [None] * 4
     np.testing.assert_allclose(rows["encoder.layer.0"], vectors, atol=1e-5)
+
+
+def test_tokens(command: Command, bert: tuple[str, ...], model: Path, tmp_path: Path) -> None:
+    """A store of token activations holds what the library gives, text by text; layers may be objects, as JSON."""
+    source = write_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    layers = [{"layer": "encoder.layer.?", "dtype": "float16"}, "encoder.layer.1.output.dense"]
+    out = tmp_path / "tokens"
+    words = ("--column", "text", *bert[:4], "--format", "safetensors", "--out")
+    done = command("bulk", source, "--layers", json.dumps(layers), *words, out)
+    assert done.status == 0, done.notes
+    net = transformers.AutoModel.from_pretrained(model).eval()
+    tokenize = transformers.AutoTokenizer.from_pretrained(model)
+    hooks = {name: net.get_submodule(name) for name in ("encoder.layer.0", "encoder.layer.1", layers[1])}
+    arrays = load_file(out / "part-000000000000.safetensors")
+    for name, part in hooks.items():
+        seen: list[torch.Tensor] = []
+        handle = part.register_forward_hook(
+            lambda _, args, output, seen=seen: seen.append(output[0] if isinstance(output, tuple) else output)
+        )
+        with torch.no_grad():
+            for text in TEXTS:
+                net(**tokenize(text, return_tensors="pt"))
+        handle.remove()
+        assert arrays[name].dtype == (np.float32 if name == layers[1] else np.float16)
+        starts = arrays[f"{name}.starts"]
+        for number, row in enumerate(read(out / "part-000000000000.parquet")["row"]):
+            found = arrays[name][starts[row] : starts[row + 1]]
+            np.testing.assert_allclose(found, seen[number].reshape(-1, found.shape[1]), atol=2e-3)
+    assert "no JSON" in command("bulk", source, "--layers", "[{", *words, tmp_path / "none").notes
 
 
 def test_lines_that_are_none(command: Command, bert: tuple[str, ...], tmp_path: Path) -> None:
