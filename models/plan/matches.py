@@ -118,7 +118,10 @@ def _find_layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], lis
     layers = [
         layer
         for name, layer in catalog.layers.items()
-        if name != "." and selector.type in (None, layer.type) and matches_glob(selector.pattern, name)
+        if name != "."
+        and selector.type in (None, layer.type)
+        and matches_glob(selector.pattern, name)
+        and (layer.is_leaf or not selector.leaf)
     ]
     running, others = [layer for layer in layers if layer.calls], [layer for layer in layers if not layer.calls]
     if running:
@@ -280,6 +283,7 @@ def _list_paths(tensors: Sequence[TensorInfo]) -> str:
 
 def _describe(selector: Selector) -> str:
     kind = f" with type {escape(selector.type)}" if selector.type is not None else ""
+    kind += " among leaves" if selector.leaf else ""
     return f"the pattern {escape(selector.pattern)}{kind}"
 
 

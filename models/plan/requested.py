@@ -119,7 +119,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction(Part):
-    """What happens to a captured tensor on its device: project, average, narrow to a part, pool, sample, normalise, cast.
+    """What happens to a captured tensor on its device: project, average, narrow, pool, sample, normalise, cast.
 
     ``metric`` replaces everything else; ``stats`` replace pooling and all later steps.
     """
@@ -158,6 +158,7 @@ class Selector:
     path: tuple[str, ...] | None = None  # None: every tensor
     site: Site = "output"
     type: str | None = None
+    leaf: bool = False  # only layers without layers inside
     reduction: Reduction = Reduction()
     alias: str | None = None  # the key asked for by ``as``
     function: str | None = None  # that the layer calls: one call of it (``add#0``), or every one (``add``)
@@ -167,7 +168,7 @@ class Selector:
     @property
     def is_glob(self) -> bool:
         """Whether several layers may match; their keys are then canonical names."""
-        return self.type is not None or "*" in self.pattern or "?" in self.pattern
+        return self.type is not None or self.leaf or "*" in self.pattern or "?" in self.pattern
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ STATISTICS = {
     "nonfinite": Statistic(lambda values: (~values.isfinite()).sum(-1), _merge_sum),
     "histogram": Statistic(_histogram, None, bins=BINS),
     "entropy": Statistic(_entropy, _merge_mean, in_all=False),
-    # Of the greatest value, the first of several, among pixels or own tokens in order; exact up to 2**24, as float32 is.
+    # The first of several greatest values, among pixels or own tokens in order; exact up to 2**24, as float32 is.
     "argmax": Statistic(lambda values: values.argmax(-1), None, in_all=False),
     "count": Statistic(lambda values: values.new_full(values.shape[:-1], values.shape[-1]), _merge_sum, in_all=False),
 }

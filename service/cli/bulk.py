@@ -32,7 +32,9 @@ MAX_NAMED = 20  # inputs that are named with their reason
 def bulk(
     source: Annotated[str, typer.Argument(help="A folder, a pattern, a .txt of paths, a .tar, a .parquet, a .jsonl.")],
     out: Annotated[Path, typer.Option("--out", help="FILE.parquet, or a folder.")],
-    layers: Annotated[str, typer.Option(help="Layer selectors, separated by commas, or JSON; the embedding without.")] = "",
+    layers: Annotated[
+        str, typer.Option(help="Layer selectors, separated by commas, or JSON; the embedding without.")
+    ] = "",
     model: ModelOption = None,
     pool: Annotated[Pool | None, typer.Option(help="What makes a vector of each input.")] = None,
     normalize: Annotated[bool, typer.Option(help="L2 over the last axis of pooled results.")] = False,

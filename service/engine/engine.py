@@ -10,7 +10,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
-from layertap.models.errors import LayertapError, OtherCallsError, RequestError
+from layertap.models.errors import InputError, LayerNotReachedError, LayertapError, OtherCallsError, RequestError
 from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.admit.unsent_replies import UnsentReplies
@@ -40,6 +40,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 SIZE = attrgetter("size")
 MAX_LEFT_OUT = 16  # retries of a request, each leaving out tensors that failed
+OF_INPUT = (InputError, LayerNotReachedError)  # what a forward may refuse an input with
 MAX_REPLANS = 8  # runs of an input whose forward makes other calls each time
 Answer = tuple[Job, Results]  # a job and its forwards' results
 
@@ -267,12 +268,20 @@ class Engine:
                 items = refuse_picture(items, error)
             except OtherCallsError:
                 planned = planned.with_inputs_apart()
+            except OF_INPUT as error:
+                if not planned.request.may_skip(error):
+                    raise
+                planned = planned.with_inputs_apart()
         jobs = await self._make_jobs(planned, items, tried, ticket)
         ticket.resize(sum(job.rows for job in jobs))
+        run = partial(self._run_each, planned.request) if planned.apart else self._run
         try:
-            return await self._run(jobs, ticket.deadline)
+            return await run(jobs, ticket.deadline)
         except OtherCallsError:
             if any(job.plan_again for job in jobs):
+                raise
+        except OF_INPUT as error:
+            if planned.apart or jobs[0].plan.unsplittable or not planned.request.may_skip(error):
                 raise
         return await self._decode_and_run(planned.with_inputs_apart(), items, tried, ticket)
 
@@ -292,6 +301,24 @@ class Engine:
             results = await self.manager.scheduler.run(filled)
             answers |= {job.input_index: (job, found) for job, found in zip(filled, results, strict=True)}
         return [answers[job.input_index] for job in jobs]
+
+    async def _run_each(self, request: ExtractRequest, jobs: list[Job], deadline: float) -> list[Answer]:
+        """Run jobs of an input each; what their forwards refuse is left out if the request skips it, unless all is."""
+        if request.on_error == "fail" or any(job.plan.extra for job in jobs):  # one needs the results of another
+            return await self._run(jobs, deadline)
+        outcomes = await asyncio.gather(*(self._run([job], deadline) for job in jobs), return_exceptions=True)
+        answers, faults = list[Answer](), list(jobs[0].faults)
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            if not isinstance(outcome, BaseException):
+                answers += outcome
+            elif isinstance(outcome, OF_INPUT) and request.may_skip(outcome):
+                faults.append(outcome.to_fault(f"/inputs/{job.input_index}", job.input_index))
+            else:
+                raise outcome
+        if not answers:
+            raise RequestError.from_faults(faults)
+        ordered = tuple(sorted(faults, key=lambda fault: fault.input or 0))
+        return [(replace(job, faults=ordered), results) for job, results in answers]
 
     async def _follow_all(self, jobs: Sequence[Job]) -> list[Answer]:
         tasks = [asyncio.ensure_future(self._follow(job)) for job in jobs]

@@ -146,6 +146,11 @@ class ExtractRequest:
             raise error
         return replace(self, selectors=selectors)
 
+    def may_skip(self, error: LayertapError) -> bool:
+        """Whether the input of an error is left out of the reply; not if a glob may leave the error's tensor out."""
+        left = any(each.is_glob and error.points.keys() - dict(each.excluded or ()).keys() for each in self.selectors)
+        return self.on_error == "skip" and not left
+
     def locate(self, error: RequestError, input_index: int) -> RequestError:
         """Move the pointers of an error of ``for_input``'s request to this request."""
         options, count = self.input_options.get(input_index, InputOptions()), len(self.interventions)

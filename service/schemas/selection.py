@@ -104,6 +104,7 @@ class PlaceBody(StrictBody):
 
     layer: str | None = Field(None, max_length=MAX_TEXT)
     type: str | None = Field(None, max_length=128)
+    leaf: Flag = Field(False, description="only layers without layers inside")
     call: Call | None = None
     path: str | None = Field(None, max_length=MAX_TEXT)
     site: str | None = Field(None, max_length=32)
@@ -116,8 +117,8 @@ class PlaceBody(StrictBody):
 
     def parse_place(self) -> Selector:
         """The selector of the place, without options; SelectorError if it is invalid."""
-        if self.layer is None and self.type is None:
-            raise SelectorError("an entry needs 'layer' or 'type'")
+        if self.layer is None and self.type is None and not self.leaf:
+            raise SelectorError("an entry needs 'layer', 'type' or 'leaf'")
         selector = parse_selector(self.layer) if self.layer is not None else Selector(text="*", pattern="*")
         path = parse_path(self.path) if self.path is not None else None
         site = self._parse_site(selector)
@@ -129,6 +130,7 @@ class PlaceBody(StrictBody):
             path=_choose_one("path", selector.path, path),
             site=site,
             type=self.type,
+            leaf=self.leaf,
             layout=self.layout,
         )
 
@@ -234,7 +236,9 @@ class LayerBody(EntryBody):
         if self.edges is not None and "histogram" not in (self.stats or ()):
             raise SelectorError("'edges' are of a histogram", hint="add 'histogram' to 'stats', or leave them out")
         if self.stats is not None and (self.grid or self.sample):
-            raise SelectorError("'grid' and 'sample' are of values, not of statistics", hint="leave them out, or 'stats'")
+            raise SelectorError(
+                "'grid' and 'sample' are of values, not of statistics", hint="leave them out, or 'stats'"
+            )
         # Missing fields come from the request, except for statistics.
         default = Reduction(pool=pool, normalize=normalize, dtype=dtype) if self.stats is None else Reduction()
         pool = self.pool or default.pool

@@ -74,3 +74,19 @@ def test_names(live: Live) -> None:
     for layers in (("experts.0",), ("*", "experts.0")):
         assert "never reached 'experts.0#0:output'" in problem(ask(live, [make_row(LONG, 99)], *layers), 422)["detail"]
     assert "with this input 'lstm#0[0][" in problem(ask(live, [make_row(SHORT)], "lstm"), 422)["detail"]
+
+
+def test_skipped_inputs(live: Live) -> None:
+    """With ``on_error: skip`` an input whose forward never reaches a layer is left out, and the others answer."""
+    rows = [make_row(LONG), make_row(LONG, 99), make_row(LONG)[1:], make_row(LONG), make_row(LONG, 98)]
+    body = {"model": "Ragged", "inputs": list(map(tensor, rows)), "layers": ["experts.0", "embed"], "on_error": "skip"}
+    reply = live.client.post("/extract", json=body)
+    found, said = arrays_of(reply), reply.json()
+    assert (said["rows"], reply.headers["x-layertap-skipped"]) == (2, "1,2,4")
+    assert ["never reached" in each["detail"] for each in said["errors"]] == [True, False, True]
+    alone = [arrays_of(ask(live, [rows[number]], "experts.0"))["experts.0"] for number in (0, 3)]
+    np.testing.assert_allclose(found["experts.0"], np.concatenate(alone), rtol=1e-4, atol=1e-6)
+    for bad in ({"inputs": [body["inputs"][1]] * 2}, {"inputs": body["inputs"][:2], "on_error": "fail"}):
+        assert "never reached" in problem(live.client.post("/extract", json={**body, **bad}), 422)["detail"]
+    globbed = live.client.post("/extract", json={**body, "layers": ["*"]}).json()
+    assert (globbed["rows"], len(globbed["errors"])) == (4, 1)

@@ -34,6 +34,11 @@ def extract(live: Live, *layers: Any, **body: Any) -> Any:
         (["block*.bn1"], ["block2.bn1", "block3.bn1"]),
         ([{"type": "Conv2d"}], CONVOLUTIONS),
         ([{"layer": "block3.*", "type": "Conv2d"}], CONVOLUTIONS[-3:]),
+        ([{"leaf": True, "type": "Conv2d"}], CONVOLUTIONS),
+        (
+            [{"layer": "bl*1", "leaf": True}],
+            [f"block{each}" for each in ("1.1", "2.conv1", "2.bn1", "3.conv1", "3.bn1")],
+        ),
         ([{"layer": "block2.relu", "call": 0, "site": "input", "as": "x.y-z_1"}], ["x.y-z_1"]),
         (["pool", "pool"], ["pool"]),
         (["block2.relu#*", "block2.relu#0"], ["block2.relu#0", "block2.relu#1"]),

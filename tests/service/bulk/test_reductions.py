@@ -100,7 +100,9 @@ def test_numbers(command: Command, live: Live, tmp_path: Path, remote: bool) -> 
         strongest = np.argsort(-values[layer].max(2), axis=0)[:TOP].T
         apart = -np.diff(-np.sort(-values[layer].max(2), axis=0)[: TOP + 1].T).max(1) > 1e-5
         assert apart.any()
-        places = np.take_along_axis(values[layer].argmax(2).T, found[f"{layer}.top_inputs"] - (found[f"{layer}.top_inputs"] > 2), 1)
+        places = np.take_along_axis(
+            values[layer].argmax(2).T, found[f"{layer}.top_inputs"] - (found[f"{layer}.top_inputs"] > 2), 1
+        )
         assert found[f"{layer}.top_places"][apart].tolist() == places[apart].tolist()
         assert names[apart].tolist() == [[f"{number:04}.png" for number in row] for row in strongest[apart]]
     assert found["cka_layers"].tolist() == list(LAYERS)

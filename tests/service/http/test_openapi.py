@@ -305,6 +305,7 @@ def ask_everything(live: Live) -> Iterator[httpx.Response]:
     for body in (
         {"layers": ["block?", "block2.relu#*", "block2/add#0"], "inputs": [PICTURE], "verify": True, "probe": True},
         {"layers": [{"layer": "block1", "pool": "mean", "channels": [0, 3], "dtype": "int8"}], "inputs": [PICTURE]},
+        {"layers": [{"layer": "block1", "grid": [2, 2], "sample": {"units": 3}}], "inputs": [PICTURE]},
         {"layers": ["head"], "inputs": [PICTURE], "encoding": "sparse"},
         {"layers": [{"layer": "block1", "stats": True, "by": "channel"}], "inputs": [PICTURE]},
         {"layers": [{"layer": "block1", "stats": ["mean"], "over": "inputs"}], "inputs": [PICTURE]},
