@@ -193,14 +193,15 @@ class InputError(RequestError):
 
 
 class OtherCallsError(InputError):
-    """An input's forward makes other numbers of calls than its plan is for; ``counts`` has them, by layer."""
+    """An input's forward makes other ``counts`` of calls, by layer, or tensors of other ``shapes`` than planned."""
 
     counts: Mapping[Any, int] = {}
+    shapes: Mapping[Any, tuple[int, ...]] = {}
 
     def of_input(self, index: int) -> Self:
         """The error, attributed to the request's input with this index."""
         error = super().of_input(index)
-        error.counts = self.counts
+        error.counts, error.shapes = self.counts, self.shapes
         return error
 
 

@@ -170,6 +170,7 @@ class InputSpec:
     longest: int | None = None  # axis ``long_axis`` may have 1 to ``longest`` entries; None: as many as in ``shape``
     long_axis: int = 0
     batch_axis: int | None = None  # of a batch, where its rows are joined; None: 0, if the survey finds no better one
+    as_list: bool = False  # the forward takes a list of items, and gets one at a time: others would change its tensors
     example: str | None = None  # a .npz or .json file with rows, which replace noise in surveys and probes
 
     def __post_init__(self) -> None:

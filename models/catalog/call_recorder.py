@@ -95,8 +95,8 @@ class CallRecorder:
 
     ``alone``: the recorder of one row. This forward then has ROWS rows with that row in the middle, so that effects of
     either neighbour show, and the axis that grew holds the rows. Of one row that is the first axis, or ``batch_axis``,
-    that has one entry. With ``functions`` it records what functions take and
-    return, too; ``axes`` follows the axes of each tensor; ``look`` makes the sketches.
+    that has one entry; with ``single`` else the first, all of whose entries are the row's. With ``functions`` it
+    records what functions take and return, too; ``axes`` follows the axes of each tensor; ``look`` makes the sketches.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class CallRecorder:
         functions: bool = False,
         axes: AxisTracker | None = None,
         batch_axis: int = 0,
+        single: bool = False,
         look: Callable[[Tensor], Sketch] = Sketch.from_tensor,
     ) -> None:
         self.orders: dict[Point, float] = {}  # when each side was reached; calls of modules count from 1, by ones
@@ -120,6 +121,7 @@ class CallRecorder:
         self._has_functions = functions
         self._axes = axes
         self._batch_axis = batch_axis
+        self._single = single
         self._look = look
         self._order = 0
         self._functions_since = 0  # how often a function began or ended since then
@@ -259,7 +261,8 @@ class CallRecorder:
         """A tensor, compared with ``earlier``: the same one in the forward of one row, None in that forward."""
         shape = tuple(tensor.shape)
         if earlier is None:
-            axis = next((axis for axis in (0, self._batch_axis) if shape[axis : axis + 1] == (1,)), None)
+            other = 0 if self._single and any(shape[:1]) else None
+            axis = next((axis for axis in (0, self._batch_axis) if shape[axis : axis + 1] == (1,)), other)
             info = TensorInfo(path, shape, dtype_name(tensor.dtype), axis, crosses_rows=axis is None)
             return Observation(info, self._look(tensor))
         one = earlier.info

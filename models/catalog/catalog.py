@@ -245,6 +245,16 @@ class Catalog:
             layers[name] = replace(layer, calls=tuple(calls))
         return replace(self, layers=layers)
 
+    def with_shapes(self, shapes: Mapping[Point, tuple[int, ...]]) -> Catalog:
+        """The same of a forward whose tensors have these shapes."""
+        boundaries = self.boundaries
+        for point, shape in shapes.items():
+            side = Point(point.layer, point.call, (), SITES[point.site])
+            before = boundaries[side]
+            tensors = (replace(each, shape=shape) if each.path == point.path else each for each in before.tensors)
+            boundaries[side] = replace(before, tensors=tuple(tensors))
+        return self.with_boundaries(boundaries) if shapes else self
+
     @property
     def boundaries(self) -> dict[Point, CallBoundary]:
         """Each side of each call by point, under all names of a tied module; those of functions are left out."""

@@ -42,8 +42,8 @@ class RowTensor:
     @property
     def rows(self) -> int:
         """How many rows it holds; 1 if it is the same for all rows."""
-        axis = self.info.row_axis
-        return 1 if axis is None else self.value.shape[axis] // self.info.entries_per_row
+        axis, entries = self.info.row_axis, self.info.entries_per_row
+        return self.value.shape[axis] // entries if axis is not None and entries else 1
 
     @property
     def is_padded(self) -> bool:

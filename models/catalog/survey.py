@@ -69,7 +69,8 @@ def survey(
     # Not inference mode: what a model keeps of its first forward (tables, caches) must be fit for gradients later.
     with torch.no_grad():
         batch_axis = max(spec.batch_axis or 0 for spec in inputs)
-        alone = CallRecorder(module, functions=functions, axes=AxisTracker(), batch_axis=batch_axis)
+        single = any(spec.as_list for spec in inputs)
+        alone = CallRecorder(module, functions=functions, axes=AxisTracker(), batch_axis=batch_axis, single=single)
         with name_input_errors(inputs):
             alone.watch(run, copy_row(rows))
             marks = _time_calls(module, run, copy_row(rows), device)

@@ -115,14 +115,8 @@ def _prefer_layer(selector: Selector, catalog: Catalog) -> Selector:
 def _find_layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], list[str]]:
     if not selector.is_glob:
         return [_get_layer(selector.pattern, catalog)], []
-    layers = [
-        layer
-        for name, layer in catalog.layers.items()
-        if name != "."
-        and selector.type in (None, layer.type)
-        and matches_glob(selector.pattern, name)
-        and (layer.is_leaf or not selector.leaf)
-    ]
+    wanted = filter_layers(catalog, selector.pattern, selector.type, selector.leaf)
+    layers = [layer for layer in wanted if layer.name != "."]
     running, others = [layer for layer in layers if layer.calls], [layer for layer in layers if not layer.calls]
     if running:
         return running, [layer.name for layer in others]
@@ -130,7 +124,7 @@ def _find_layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], lis
         which = f"for {catalog.tower}" if catalog.tower else "in a forward"
         which += f" ({SCRIPTED})" if all("scripted" in layer.hazards for layer in others) else ""
         raise UnknownLayerError(f"{_describe(selector)} matches {len(others)} layers, none of which runs {which}")
-    hint = _suggest_type(selector.type, catalog) or EVERY_LAYER
+    hint = EVERY_LAYER
     if "/" in selector.pattern:
         hint += f"; a glob is of layers: name the function, {escape(selector.pattern.rpartition('/')[0] + '/add')}"
     raise UnknownLayerError(f"{_describe(selector)} matches no layer", hint=hint)
@@ -283,7 +277,6 @@ def _list_paths(tensors: Sequence[TensorInfo]) -> str:
 
 def _describe(selector: Selector) -> str:
     kind = f" with type {escape(selector.type)}" if selector.type is not None else ""
-    kind += " among leaves" if selector.leaf else ""
     return f"the pattern {escape(selector.pattern)}{kind}"
 
 

@@ -158,7 +158,7 @@ class Selector:
     path: tuple[str, ...] | None = None  # None: every tensor
     site: Site = "output"
     type: str | None = None
-    leaf: bool = False  # only layers without layers inside
+    leaf: bool | None = None  # only layers without layers inside; False: only the others
     reduction: Reduction = Reduction()
     alias: str | None = None  # the key asked for by ``as``
     function: str | None = None  # that the layer calls: one call of it (``add#0``), or every one (``add``)
@@ -168,7 +168,7 @@ class Selector:
     @property
     def is_glob(self) -> bool:
         """Whether several layers may match; their keys are then canonical names."""
-        return self.type is not None or self.leaf or "*" in self.pattern or "?" in self.pattern
+        return self.type is not None or self.leaf is not None or "*" in self.pattern or "?" in self.pattern
 
 
 @dataclass(frozen=True)

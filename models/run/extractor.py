@@ -150,6 +150,7 @@ class FeatureExtractor:
         self._calls_run: dict[Point, int] = {}  # how many tensors each call held
         self._expected = {key: count for each in slices for key, count in each.calls}
         self._unmade = {change.point for each in slices for change in each.interventions}
+        self._shapes: dict[Point, tuple[int, ...]] = {}  # of tensors of other sizes than planned
         self._absent: dict[Point, str] = {}  # points whose call held other tensors
 
     def attach(self, stack: ExitStack) -> None:
@@ -361,7 +362,13 @@ class FeatureExtractor:
         one_row = "its size depends on the input's values: ask for another layer"
         hint = "send one input at a time" if self._row_count > 1 else one_row
         detail = f"with this input {tap.point.escaped_text} {difference}"
-        return InputError(detail, hint=hint, points={tap.point: difference})
+        points = {tap.point: difference}
+        is_resized = len(shape) == len(expected) and dtype_name(tensor.dtype) == tap.info.dtype
+        if self._row_count > 1 or tap.point.function or not is_resized:
+            return InputError(detail, hint=hint, points=points)
+        misfit, self._shapes[tap.point] = OtherCallsError(detail, hint=hint, points=points), shape
+        misfit.shapes = self._shapes
+        return misfit
 
     def _make_unreached_error(self, point: Point) -> LayerNotReachedError:
         detail = f"this input's forward never reached {point.escaped_text}"

@@ -29,8 +29,8 @@ from layertap.models.points import Point
 from layertap.models.spec import Decode, InputSpec, Pool, Preprocessed, Tower
 
 RECIPE = 1  # raise it when the meaning of a pooling, a preprocessing step or a decoder changes
-# Fields of an input that say what a survey sends; of its axis for rows another one than 0 counts.
-SURVEYED = frozenset({"values", "longest", "long_axis", "example", "batch_axis"})
+# Fields of an input that say what a survey sends; of its axis for rows another one than 0 counts; a list is a setting.
+SURVEYED = frozenset({"values", "longest", "long_axis", "example", "batch_axis", "as_list"})
 FOUND = frozenset({"info", "source", "is_view"})  # fields of a change that come from a catalog or another input
 Variant = Literal["prompt", "sources", "dimensions", "precision", "batch"]
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine

@@ -91,11 +91,25 @@ def build_model(spec: ModelSpec) -> BuiltModel:
         report = replace(report, adapter=folder.name)
         built = replace(built, weights=f"{built.weights} + {folder.name}", report=report)
     built = _apply_configuration(built, spec)
+    if any(each.as_list for each in built.inputs):
+        if len(built.inputs) > 1:
+            raise LoadError(
+                "'as_list' is of a model's only input", hint="wrap the model in a module that makes the list"
+            )
+        built.module.forward = partial(_pass_list, built.module.forward)
+        built = replace(built, settings=f"{built.settings}list")
     if spec.constants:
         _bind_constants(built, spec.constants, escape(spec.shown_source))
         built = replace(built, settings=f"{built.settings}constants {describe_arguments(spec.constants)}")
     built.module.cpu().train(spec.mode == "train").requires_grad_(False)
     return built
+
+
+def _pass_list(forward: Callable[[list[Tensor]], object], rows: Tensor) -> object:
+    """Call a forward with a list of the only row; ValueError for several, which it would pad to one size."""
+    if len(rows) > 1:
+        raise ValueError("lists have one item")
+    return forward([*rows])
 
 
 def _bind_constants(built: BuiltModel, constants: Mapping[str, Any], shown: str) -> None:

@@ -266,10 +266,8 @@ class Engine:
                 return await self._run([job], ticket.deadline)
             except UndecodedError as error:
                 items = refuse_picture(items, error)
-            except OtherCallsError:
-                planned = planned.with_inputs_apart()
             except OF_INPUT as error:
-                if not planned.request.may_skip(error):
+                if not _may_go_apart(planned, error):
                     raise
                 planned = planned.with_inputs_apart()
         jobs = await self._make_jobs(planned, items, tried, ticket)
@@ -277,11 +275,8 @@ class Engine:
         run = partial(self._run_each, planned.request) if planned.apart else self._run
         try:
             return await run(jobs, ticket.deadline)
-        except OtherCallsError:
-            if any(job.plan_again for job in jobs):
-                raise
         except OF_INPUT as error:
-            if planned.apart or jobs[0].plan.unsplittable or not planned.request.may_skip(error):
+            if not _may_go_apart(planned, error):
                 raise
         return await self._decode_and_run(planned.with_inputs_apart(), items, tried, ticket)
 
@@ -290,7 +285,8 @@ class Engine:
         staged = followed = False
         for job in jobs:
             plan = job.prepared.spec.plan
-            staged, followed = staged or bool(plan.extra), followed or bool(plan.calls)
+            has_own_sizes = job.plan_again is not None and not job.prepared.catalog.batches
+            staged, followed = staged or bool(plan.extra), followed or bool(plan.calls) or has_own_sizes
         if not staged:
             if followed:
                 return await self._follow_all(jobs)
@@ -341,7 +337,7 @@ class Engine:
             except OtherCallsError as error:
                 if job.plan_again is None or not left or (job.plan.counts_back and not counts_calls):
                     raise
-                job = await job.plan_again(error.counts)
+                job = await job.plan_again(error)
             else:
                 if not counts_calls:
                     break
@@ -365,6 +361,12 @@ class _Tried:
     sent: SentInputs
     items: Items | None = None
     nbytes: int = 0
+
+
+def _may_go_apart(planned: PlannedRequest, error: LayertapError) -> bool:
+    """Whether a job for each input may answer more: each makes its own calls, or those with an error are left out."""
+    skips = planned.request.may_skip(error) and not planned.plan.unsplittable
+    return not planned.apart and (isinstance(error, OtherCallsError) or skips)
 
 
 def _warn_of_embedding(request: ExtractRequest, model: ModelInfo) -> tuple[str, ...]:

@@ -58,7 +58,6 @@ from layertap.service.schemas.base import (
 
 MAX_INTERVENTIONS = 256
 MAX_TERMS = 1000
-MAX_GRID = 1024  # rows or columns
 INDICES = ("channels", "tokens", "heads", "queries", "keys")
 OF_OPERATION = ("op", "by", "value", "min", "max", "std", "seed", "region")
 Call = Annotated[StrictInt | Literal["*"], OneError("Input should be a whole number or '*'")]
@@ -104,7 +103,7 @@ class PlaceBody(StrictBody):
 
     layer: str | None = Field(None, max_length=MAX_TEXT)
     type: str | None = Field(None, max_length=128)
-    leaf: Flag = Field(False, description="only layers without layers inside")
+    leaf: Flag | None = None
     call: Call | None = None
     path: str | None = Field(None, max_length=MAX_TEXT)
     site: str | None = Field(None, max_length=32)
@@ -117,7 +116,7 @@ class PlaceBody(StrictBody):
 
     def parse_place(self) -> Selector:
         """The selector of the place, without options; SelectorError if it is invalid."""
-        if self.layer is None and self.type is None and not self.leaf:
+        if self.layer is None and self.type is None and self.leaf is None:
             raise SelectorError("an entry needs 'layer', 'type' or 'leaf'")
         selector = parse_selector(self.layer) if self.layer is not None else Selector(text="*", pattern="*")
         path = parse_path(self.path) if self.path is not None else None
@@ -208,7 +207,7 @@ class SampleBody(StrictBody):
     seed: Annotated[StrictInt, Field(ge=0, lt=2**63)] = 0
 
 
-GridSize = Annotated[StrictInt, Field(ge=1, le=MAX_GRID)]
+GridSize = Annotated[StrictInt, Field(ge=1, le=1024)]
 
 
 class LayerBody(EntryBody):
@@ -236,9 +235,7 @@ class LayerBody(EntryBody):
         if self.edges is not None and "histogram" not in (self.stats or ()):
             raise SelectorError("'edges' are of a histogram", hint="add 'histogram' to 'stats', or leave them out")
         if self.stats is not None and (self.grid or self.sample):
-            raise SelectorError(
-                "'grid' and 'sample' are of values, not of statistics", hint="leave them out, or 'stats'"
-            )
+            raise SelectorError("'grid' and 'sample' are not of statistics", hint="leave them out, or 'stats'")
         # Missing fields come from the request, except for statistics.
         default = Reduction(pool=pool, normalize=normalize, dtype=dtype) if self.stats is None else Reduction()
         pool = self.pool or default.pool

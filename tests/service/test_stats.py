@@ -129,7 +129,7 @@ def test_grid_and_sample(live: Live) -> None:
     for wrong, says in (
         ({"grid": [99, 1]}, "'grid' is larger"),
         ({"sample": {"units": 10**6}}, "and there are"),
-        ({"grid": [1, 1], "stats": True}, "are of values"),
+        ({"grid": [1, 1], "stats": True}, "not of statistics"),
         ({"grid": [0, 1]}, "greater than or equal to 1"),
         ({"layer": "head", "grid": [1, 1]}, "no rows and columns"),
     ):

@@ -11,8 +11,7 @@ from itertools import chain, pairwise
 
 from torch import Tensor
 
-from layertap.models.catalog.catalog import CallCounts
-from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
+from layertap.models.errors import Fault, InputError, LayertapError, OtherCallsError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs, read_mask
 from layertap.models.plan.plan import Plan
 from layertap.models.plan.poolings import POOLINGS
@@ -188,8 +187,8 @@ class JobMaker:
     ) -> Job:
         """The job of an input, the ``number``-th of its request."""
 
-        async def plan_again(counts: CallCounts) -> Job:
-            again = await self._planner.replan(planned, part.rows, part.items, ticket.deadline, counts)
+        async def plan_again(other: OtherCallsError) -> Job:
+            again = await self._planner.replan(planned, part.rows, part.items, ticket.deadline, other)
             return self._make_input_job(again, part, number, faults, ticket)
 
         job = make_job(planned, part, faults, ticket)

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
-from layertap.models.catalog.catalog import CallCounts, Catalog
-from layertap.models.errors import Fault, InputError, RequestError, escape
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.errors import Fault, InputError, OtherCallsError, RequestError, escape
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.embedding import find_embedding, reduce_embedding
@@ -140,11 +140,11 @@ class Planner:
         rows: Rows,
         items: Sequence[object],
         deadline: float,
-        counts: CallCounts | None = None,
+        other: OtherCallsError | None = None,
     ) -> PlannedRequest:
         """The plan for decoded rows of some items, which differs if they have another shape, length or origin.
 
-        ``counts``: the numbers of calls that an input's forward made, if it was tried. RequestError, TooLargeError.
+        ``other``: how an input's forward differed, if it was tried. RequestError, TooLargeError.
         """
         request, inputs, kept, before = planned.request, planned.inputs, planned.kept, planned
         shapes, count = get_row_shapes(rows), len(next(iter(rows.values())))
@@ -158,9 +158,9 @@ class Planner:
         is_as_planned = shapes == before.shapes == before.catalog_shapes and preprocessed == before.preprocessed
         if shapes != before.catalog_shapes:
             planned = await self._survey_rows(planned, rows, lengths, deadline)
-        elif counts is not None:
-            planned = replace(planned, catalog=planned.catalog.with_calls(counts))
-        if is_as_planned and lengths is None and counts is None and not request.input_options:
+        elif other is not None:
+            planned = replace(planned, catalog=planned.catalog.with_calls(other.counts).with_shapes(other.shapes))
+        if is_as_planned and lengths is None and other is None and not request.input_options:
             planned = replace(planned, reply_bytes=check_reply_size(planned.plan, count, request.reply))
         else:
             planned = await self._complete(planned, lengths, deadline)

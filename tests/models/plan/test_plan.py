@@ -67,7 +67,7 @@ def never() -> Catalog:
 
 BAD: dict[str, tuple[Selector, str]] = {
     "no such layer": (chosen("tokenz"), "no layer 'tokenz'"),
-    "no such type": (chosen("*", type="Conv9"), "matches no layer"),
+    "no such type": (chosen("*", type="Conv9"), "no layer of this model has type"),
     "dtype": (chosen("complex"), "complex64, which no reply format carries"),
     "normalize alone": (chosen("tokens", normalize=True), "'normalize' needs a pooled result"),
     "cls of a picture": (chosen("picture", pool="cls"), "'picture' has no class token"),
