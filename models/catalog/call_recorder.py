@@ -261,7 +261,7 @@ class CallRecorder:
         """A tensor, compared with ``earlier``: the same one in the forward of one row, None in that forward."""
         shape = tuple(tensor.shape)
         if earlier is None:
-            other = 0 if self._single and any(shape[:1]) else None
+            other = 0 if self._single and shape else None
             axis = next((axis for axis in (0, self._batch_axis) if shape[axis : axis + 1] == (1,)), other)
             info = TensorInfo(path, shape, dtype_name(tensor.dtype), axis, crosses_rows=axis is None)
             return Observation(info, self._look(tensor))

@@ -253,7 +253,7 @@ class Catalog:
             before = boundaries[side]
             tensors = (replace(each, shape=shape) if each.path == point.path else each for each in before.tensors)
             boundaries[side] = replace(before, tensors=tuple(tensors))
-        return self.with_boundaries(boundaries) if shapes else self
+        return replace(self.with_boundaries(boundaries), sizes_known=True) if shapes else self
 
     @property
     def boundaries(self) -> dict[Point, CallBoundary]:

@@ -115,6 +115,7 @@ def survey(
         has_functions=functions,
         traits=traits,
         branches=branches,
+        sizes_known=not single,  # how many boxes there are depends on values
     )
 
 

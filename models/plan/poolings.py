@@ -78,5 +78,6 @@ def describe_grid(info: TensorInfo, grid: Grid | None) -> TensorInfo:
 
 def average_to_grid(rows: RowTensor, grid: Grid) -> RowTensor:
     """Average pixels or patches, without prefix tokens, to (N, C, rows, columns), as torch's adaptive_avg_pool2d."""
-    maps = to_floating(rows.positions(rows.info.prefix)).unflatten(-1, find_map_size(rows.info) or grid)
+    flat = to_floating(rows.positions(rows.info.prefix))
+    maps = flat.reshape(*flat.shape[:2], *(find_map_size(rows.info) or grid))
     return replace(rows, value=adaptive_avg_pool2d(maps, grid), info=describe_grid(rows.info, grid))

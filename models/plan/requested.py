@@ -158,12 +158,12 @@ class Selector:
     path: tuple[str, ...] | None = None  # None: every tensor
     site: Site = "output"
     type: str | None = None
-    leaf: bool | None = None  # only layers without layers inside; False: only the others
     reduction: Reduction = Reduction()
     alias: str | None = None  # the key asked for by ``as``
     function: str | None = None  # that the layer calls: one call of it (``add#0``), or every one (``add``)
     excluded: tuple[tuple[Point, str], ...] | None = None  # points that a glob leaves out, each with the reason
     layout: str | None = None  # the letters of each tensor's axes, instead of those that the survey found
+    leaf: bool | None = None  # only layers without layers inside; False: only the others
 
     @property
     def is_glob(self) -> bool:

@@ -285,7 +285,7 @@ class Engine:
         staged = followed = False
         for job in jobs:
             plan = job.prepared.spec.plan
-            has_own_sizes = job.plan_again is not None and not job.prepared.catalog.batches
+            has_own_sizes = job.plan_again is not None and not job.prepared.catalog.sizes_known
             staged, followed = staged or bool(plan.extra), followed or bool(plan.calls) or has_own_sizes
         if not staged:
             if followed:

@@ -247,7 +247,7 @@ class LayerBody(EntryBody):
             over=self.over,
             edges=self.edges,
             combine=self.combine,
-            grid=self.grid,
+            grid=(self.grid[0], self.grid[1]) if self.grid else None,
             pool="flatten" if self.sample is not None and pool == "none" else pool,
             sample=Sample(self.sample.units, self.sample.seed) if self.sample is not None else None,
             normalize=default.normalize if self.normalize is None else self.normalize,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,31 +15,41 @@ from layertap.models.errors import LoadError
 from layertap.models.loading import load_model
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from tests.server import Live
-from tests.service.conftest import server_of
+from tests.service.conftest import Serve
 from tests.service.detection_nets import build
-from tests.service.support import Array, Json, arrays_of, encode, image, net, tensor
+from tests.service.support import Array, Json, arrays_of, configured, encode, image, net, problem, tensor
 
 IMAGES = InputSpec("images", (3, 64, 80), as_list=True)
 PIXELS = PreprocessSpec(mean=(0, 0, 0), std=(1, 1, 1))
-SIZES = ((64, 80), (50, 70), (64, 80), (90, 90), (64, 80))
+SIZES = ((64, 80), (50, 70), (64, 80), (90, 90), (64, 80), (90, 90))
+SEEDS = (0, 1, 2, 3, 4, 17)
 LAYERS = ("backbone", "rpn.head.cls_logits", "roi_heads.box_head", ".[0][boxes]", ".[0][labels]", ".[0][scores]")
 
 
-def spec(*inputs: InputSpec, **fields: Any) -> ModelSpec:
-    return net("rcnn", "build", *inputs, module="tests.service.detection_nets", weights="DEFAULT", **fields)
+def spec(name: str, *inputs: InputSpec) -> ModelSpec:
+    """The entry of the detector, which takes pictures too."""
+    fields = {"module": "tests.service.detection_nets", "weights": "DEFAULT", "preprocess": PIXELS}
+    return net(name, "build", *inputs, **fields)
 
 
 def draw(number: int) -> Tensor:
-    """A picture whose values are those of pixels; the last one is of one colour, and has no box."""
-    shape, generator = (3, *SIZES[number]), torch.Generator().manual_seed(number)
-    pixels = torch.randint(0, 256, shape, generator=generator)
-    return (pixels if number < len(SIZES) - 1 else pixels * 0).float() / 255
+    """A picture of noise."""
+    shape, generator = (3, *SIZES[number]), torch.Generator().manual_seed(SEEDS[number])
+    return torch.randint(0, 256, shape, generator=generator).float() / 255
 
 
 PICTURES = [draw(number) for number in range(len(SIZES))]
+EMPTY, FULL = 3, 5  # pictures of one size, of which the first has no box
 
 
-live = server_of(spec(IMAGES, preprocess=PIXELS))
+@pytest.fixture(scope="module")
+def live(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server of the detector as noise surveys it, and as a picture without boxes does."""
+    file = tmp_path_factory.mktemp("examples") / "empty.npz"
+    np.savez(file, images=PICTURES[EMPTY].numpy())
+    example = replace(IMAGES, shape=tuple(PICTURES[EMPTY].shape), example=str(file))
+    with serve(configured(spec("rcnn", IMAGES), spec("empty", example))) as found:
+        yield found
 
 
 def ask(live: Live, inputs: list[Json], *layers: str, **more: Any) -> dict[str, Array]:
@@ -78,22 +90,35 @@ def test_values(live: Live, form: str) -> None:
             np.testing.assert_allclose(value, expected[key], rtol=1e-5, atol=1e-5)
 
 
-def test_gradients(live: Live) -> None:
+@pytest.mark.parametrize(
+    ("model", "number", "box"), [("rcnn", 0, 2), ("rcnn", 2, None), ("empty", FULL, 1), ("empty", FULL, None)]
+)
+def test_gradients(live: Live, model: str, number: int, box: int | None) -> None:
     """The gradient of one box's score, and of the sum of all, is what autograd gives for the picture alone."""
-    for picture, kind in ((PICTURES[0], {"kind": "layer", "channel": 2}), (PICTURES[2], {"kind": "sum"})):
-        detector, seen = build(), list[Tensor]()
-        detector.backbone.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out))
-        given = picture.clone().requires_grad_()
-        scores = detector([given])[0]["scores"]
-        score = scores[2] if "channel" in kind else scores.sum()
-        expected = torch.autograd.grad(score, [given, seen[0]])
-        objective = {**kind, "layer": ".[0][scores]"}
-        found = ask(live, [tensor(picture.numpy())], ".:grad_input", "backbone:grad_output", objective=objective)
-        for value, wanted in zip(found.values(), expected, strict=True):
-            assert wanted.abs().max() > 0
-            np.testing.assert_allclose(value.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-7)
+    detector, seen = build(), list[Tensor]()
+    detector.backbone.register_forward_hook(lambda _, args, out: seen.append(out))
+    given = PICTURES[number].clone().requires_grad_()
+    scores = detector([given])[0]["scores"]
+    expected = torch.autograd.grad(scores.sum() if box is None else scores[box], [given, seen[0]])
+    kind = {"kind": "sum"} if box is None else {"kind": "layer", "channel": box}
+    objective = {**kind, "layer": ".[0][scores]"}
+    sent, layers = [tensor(PICTURES[number].numpy())], (".:grad_input", "backbone:grad_output")
+    found = ask(live, sent, *layers, objective=objective, model=model)
+    for value, wanted in zip(found.values(), expected, strict=True):
+        assert wanted.abs().max() > 0
+        np.testing.assert_allclose(value.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-7)
+
+
+def test_box_that_is_not_there(live: Live) -> None:
+    """A number that a picture's boxes do not have is refused, whatever the survey has seen."""
+    objective = {"kind": "layer", "layer": ".[0][scores]", "channel": 2}
+    body = {"model": "rcnn", "layers": ["backbone:grad_output"], "objective": objective}
+    for number in (EMPTY, FULL):
+        sent = {"inputs": [tensor(PICTURES[number].numpy())]}
+        assert "'channel'" in problem(live.client.post("/extract", json={**body, **sent}), 422)["detail"]
 
 
 def test_single_input() -> None:
+    """A list is of the only input: of several the forward's own code makes one."""
     with pytest.raises(LoadError, match="only input"):
-        load_model(spec(IMAGES, InputSpec("targets", (2,))))
+        load_model(spec("several", IMAGES, InputSpec("targets", (2,))))
