@@ -329,13 +329,14 @@ class Engine:
 
         A change at a call that counts from the last needs their number beforehand: a first run changes nothing.
         """
-        counts_calls = job.plan.counts_back
+        counts_calls, sizes_known = job.plan.counts_back, job.prepared.catalog.sizes_known
         for left in reversed(range(MAX_REPLANS)):
             trial = job.with_plan(interventions=()) if counts_calls else job
             try:
                 (results,) = await self.manager.scheduler.run([trial])
             except OtherCallsError as error:
-                if job.plan_again is None or not left or (job.plan.counts_back and not counts_calls):
+                is_final = (job.plan.counts_back and not counts_calls) or (error.shapes and sizes_known)
+                if job.plan_again is None or not left or is_final:
                     raise
                 job = await job.plan_again(error)
             else:
