@@ -15,7 +15,7 @@ from torch import nn
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.loading import identify_model
 from layertap.models.plan.plan import ResolvedIntervention, ResolvedObjective
-from layertap.models.plan.requested import LinearStep, Objective, Operation, Reduction, Selector, TensorData
+from layertap.models.plan.requested import LinearStep, Objective, Operation, Reduction, Sample, Selector, TensorData
 from layertap.models.points import Point
 from layertap.models.run.fingerprint import (
     digest_architecture,
@@ -127,6 +127,8 @@ def test_a_library_that_grows(source: str, lasts: bool) -> None:
 
 POINTS: dict[str, Any] = {"layer": "layer2", "call": 1, "path": ("0",), "site": "input", "function": "add#0"}
 REDUCTIONS: dict[str, Any] = {
+    "grid": (2, 2),
+    "sample": Sample(2),
     "project": (LinearStep(bias=TensorData((1,), b"\0" * 4)),),
     "channels": (0, 1),
     "tokens": (0, 1),
