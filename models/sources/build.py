@@ -45,7 +45,7 @@ class BuiltModel:
     inputs: tuple[InputSpec, ...]
     architecture: str  # with ``named`` a library's name for the structure
     weights: str  # for people, without a directory
-    pictures: Media | str = ""  # of pictures or sounds: the preprocessing, or why there is none, which may be empty
+    media: Media | str = ""  # of pictures or sounds: the preprocessing, or why there is none, which may be empty
     prefix_tokens: int = 0  # class and register tokens before the patches
     named: bool = False  # fingerprints take ``architecture`` and ``settings`` instead of the structure
     settings: str = ""  # that the module tree may not show
@@ -60,12 +60,12 @@ class BuiltModel:
     @property
     def preprocess(self) -> Media | None:
         """The preprocessing of pictures or sounds; None if none can be sent."""
-        return None if isinstance(self.pictures, str) else self.pictures
+        return None if isinstance(self.media, str) else self.media
 
     @property
     def no_pictures(self) -> str:
         """Why pictures can't be sent."""
-        return self.pictures if isinstance(self.pictures, str) else ""
+        return self.media if isinstance(self.media, str) else ""
 
 
 # The same as ToTensor for a picture of one channel: there is nothing to choose, so it needs no configuration.
@@ -227,13 +227,13 @@ def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:
         check_examples(spec.inputs)
         built = replace(built, inputs=spec.inputs)
     if spec.sound_rate is not None:
-        return replace(built, pictures=_take_samples(built, spec.sound_rate))
+        return replace(built, media=_take_samples(built, spec.sound_rate))
     if spec.preprocess == "preset":
         return built
     if spec.preprocess == "none":
         if [(each.dtype, each.shape[:-2], len(each.shape)) for each in built.inputs] == [("float32", (1,), 3)]:
-            return replace(built, pictures=TO_TENSOR)
-        return replace(built, pictures="its entry says preprocess: none")
+            return replace(built, media=TO_TENSOR)
+        return replace(built, media="its entry says preprocess: none")
     return _choose_preprocessing(built, spec.preprocess, fixed=spec.inputs is not None)
 
 
@@ -257,10 +257,10 @@ def _choose_preprocessing(built: BuiltModel, wanted: PreprocessSpec, *, fixed: b
         detail = f"preprocess makes images of {wanted.channel_count} channels, and {shown} takes {picture.shape[0]}"
         raise LoadError(detail, hint="type channels: gray for one, leave it out for three")
     if size is None or picture.shape[1:] == size:
-        return replace(built, pictures=wanted)
+        return replace(built, media=wanted)
     if fixed:
         detail = f"preprocess makes images of {size}, and {shown} is {picture.shape}"
         raise LoadError(detail, hint="make crop and the input's shape equal, or type preprocess: none")
     inputs = list(built.inputs)
     inputs[index] = replace(picture, shape=(picture.shape[0], *size))
-    return replace(built, pictures=wanted, inputs=tuple(inputs))
+    return replace(built, media=wanted, inputs=tuple(inputs))

@@ -72,7 +72,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
             InputSpec(TEXT, (text.max_tokens,), "int64", values=(0, text.vocabulary)),
             InputSpec(PICTURE, (3, int(height), int(width))),
         ),
-        pictures=_read_transform({**transform, "size": (int(height), int(width))}),
+        media=_read_transform({**transform, "size": (int(height), int(width))}),
         architecture=f"open_clip:{type(module).__name__}",
         weights="as saved" if file else weights.label,
         prefix_tokens=_count_prefix(module.visual),

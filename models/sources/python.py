@@ -55,7 +55,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         inputs=spec.inputs,
         architecture=f"python:{name}",
         weights="as built" if weights.is_named else weights.label,
-        pictures="own code tells no preprocessing: its entry has no preprocess",
+        media="own code tells no preprocessing: its entry has no preprocess",
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         settings=describe_arguments(spec.args),
         report=report,

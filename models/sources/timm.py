@@ -81,7 +81,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         inputs=(InputSpec(name, (channels, *config["input_size"][1:])),),
         architecture=f"timm:{architecture}",
         weights=module.pretrained_cfg.get("tag") or "pretrained" if weights.is_named else weights.label,
-        pictures=read_transform(timm, config) if channels == CHANNELS else f"it takes {channels} channels, not 3",
+        media=read_transform(timm, config) if channels == CHANNELS else f"it takes {channels} channels, not 3",
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         named=True,
         settings=describe_arguments(args),

@@ -69,7 +69,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         inputs=(InputSpec(name, shape),),
         architecture=shown,
         weights=f"{type(released).__name__}.{released.name}" if released and weights.is_named else weights.label,
-        pictures=read_transforms(transforms) if len(shape) == 3 else f"torchvision's {kind} takes no single pictures",
+        media=read_transforms(transforms) if len(shape) == 3 else f"torchvision's {kind} takes no single pictures",
         prefix_tokens=count_class_tokens(module),
         named=True,
         settings=describe_arguments({**options, **spec.args}, without=OF_CONSTRUCTION),

@@ -169,7 +169,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     return BuiltModel(
         module=module,
         inputs=inputs,
-        pictures=media,
+        media=media,
         architecture=f"transformers:{type(module).__name__}",
         prefix_tokens=0 if text and not two_towers else count_class_tokens(module),
         weights="as saved" if weights.label == "DEFAULT" else weights.label,

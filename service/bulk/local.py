@@ -14,7 +14,7 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.explain.prober import TEXT, Prober, make_picture, make_probe_input
 from layertap.service.formats.plain_data import describe_receipts
-from layertap.service.inputs.items import ImageItem, TextItem
+from layertap.service.inputs.items import EncodedItem, TextItem
 from layertap.service.schemas.bodies import ExtractBody
 from layertap.service.schemas.validation_errors import validate
 
@@ -86,7 +86,7 @@ def _make_request(question: Question) -> ExtractRequest:
 
 
 def _make_inputs(question: Question, inputs: Sequence[bytes]) -> SentInputs:
-    items = [TextItem(data.decode()) if question.texts else ImageItem(data) for data in inputs]
+    items = [TextItem(data.decode()) if question.texts else EncodedItem(data) for data in inputs]
     return SentInputs(tuple(enumerate(items)))
 
 

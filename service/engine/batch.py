@@ -19,7 +19,7 @@ from layertap.models.run.reduction import ReducedArray
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.prepared_request import ForwardSpec, PreparedRequest
 from layertap.service.engine.rows import Rows
-from layertap.service.inputs.items import ImageItem
+from layertap.service.inputs.items import EncodedItem
 from layertap.service.timings import Timings
 from layertap.service.types import BatchReason, Priority
 
@@ -51,7 +51,7 @@ class Job:
     priority: Priority = "interactive"
     deadline: float = math.inf
     inputs: Rows = field(default_factory=dict)
-    encoded: tuple[ImageItem, ...] = ()  # instead of ``inputs``: pictures that the forward's batch decodes, one per row
+    encoded: tuple[EncodedItem, ...] = ()  # instead of ``inputs``: pictures that the batch decodes, one per row
     first_row: int = 0  # the first row's number in the request
     work_rows: int = 0  # rows of all jobs of a request that queues a few at a time
     joined: JoinedRows | None = None  # the results of several forwards
@@ -146,7 +146,7 @@ class RowSlice:
         return self.job.prepared.spec
 
     @property
-    def encoded(self) -> tuple[ImageItem, ...]:
+    def encoded(self) -> tuple[EncodedItem, ...]:
         """The pictures that become these rows."""
         return self.job.encoded[self.start : self.stop]
 

@@ -26,7 +26,7 @@ from layertap.service.engine.execute.item_rows import predict_rows
 from layertap.service.engine.prepare.planner import find_tower
 from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.features import Array, Features
-from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, SamplesItem, TextItem, TokensItem
+from layertap.service.inputs.items import ArraysItem, EncodedItem, LocalItem, SamplesItem, TextItem, TokensItem
 from layertap.service.probes import Probe, ProbeInput
 
 MAX_CACHED = 4096  # probes, of about 300 bytes each
@@ -122,7 +122,7 @@ def make_probe_input(inputs: ModelInputs, *, preprocessed: bool) -> tuple[ProbeI
         noise = _draw_uniform((sound.rate, sound.channels)) * LOUDNESS
         return "sound", SamplesItem(noise.astype(np.float32), sound.rate)
     if inputs.preprocess is not None and not inputs.takes_plain:
-        return "picture", ImageItem(make_picture())
+        return "picture", EncodedItem(make_picture())
     text = inputs.text
     if text is None or not text.takes_text:
         return "tensors", _make_arrays(inputs)

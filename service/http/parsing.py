@@ -19,7 +19,7 @@ from layertap.service.http.body import JSON, MULTIPART, load_json, parse_multipa
 from layertap.service.http.query import ALWAYS, read_fields
 from layertap.service.http.receiving import MAX_KEPT, MEDIA, TEXT, Envelope, write_rest
 from layertap.service.inputs.arrays import read_npy, read_npz, read_safetensors
-from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
+from layertap.service.inputs.items import ArraysItem, EncodedItem, InputItem, TextItem
 from layertap.service.schemas.bodies import ExtractBody, InputsBody, RequestBody
 from layertap.service.schemas.inputs import OPTIONS, make_readers
 from layertap.service.schemas.validation_errors import validate
@@ -178,13 +178,13 @@ def _check_charset(content_type: str) -> None:
 
 
 PART_READERS: Mapping[str, Callable[[bytes], InputItem]] = {  # of a part, which is one input, by name
-    "images": ImageItem,
-    "audio": ImageItem,
+    "images": EncodedItem,
+    "audio": EncodedItem,
     "texts": TextItem.decode,
     "tensors": lambda data: ArraysItem({None: read_npy(data)}),
 }
 BODY_READERS: Mapping[str, Callable[[bytes, Settings], InputItem]] = {  # of a body by media type; arrays may be a batch
-    MEDIA: lambda data, _: ImageItem(data),
+    MEDIA: lambda data, _: EncodedItem(data),
     TEXT: lambda data, _: TextItem.decode(data),
     "application/x-npy": lambda data, _: ArraysItem({None: read_npy(data)}, may_batch=True),
     "application/x-npz": lambda data, settings: ArraysItem(read_npz(data, settings.max_body_bytes), may_batch=True),

@@ -25,7 +25,7 @@ from layertap.service.features import Features, list_skipped
 from layertap.service.formats.buffers import SMALL, Buffer, Buffers
 from layertap.service.formats.plain_data import describe_top_classes
 from layertap.service.http.exchange import LARGE
-from layertap.service.inputs.items import ImageItem
+from layertap.service.inputs.items import EncodedItem
 from layertap.service.pictures.overlay import SentPicture
 
 PIECE = 2**20  # bytes that are sent at a time
@@ -77,7 +77,7 @@ def list_originals(
     items = [item for index, item in sent.items if index not in features.skipped]
     if not isinstance(spec, PreprocessSpec) or len(items) != features.rows:
         return ()
-    shown = [isinstance(item, ImageItem) and not item.is_tiff and item for item in items]
+    shown = [isinstance(item, EncodedItem) and not item.is_tiff and item for item in items]
     return tuple(SentPicture(item.data, spec, max_pixels) if item else None for item in shown)
 
 

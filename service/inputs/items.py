@@ -14,7 +14,7 @@ TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
 
 @dataclass(frozen=True)
-class ImageItem:
+class EncodedItem:
     """An encoded picture or sound, as the model takes one: ``data`` is the file's bytes, for a decode worker."""
 
     data: bytes = field(repr=False)
@@ -83,10 +83,10 @@ class TokensItem:
 
 @dataclass(frozen=True)
 class UrlItem:
-    """The URL of a picture or a sound; fetching it gives an ImageItem."""
+    """The URL of a picture or a sound; fetching it gives an EncodedItem."""
 
     url: str = field(repr=False)
 
 
-LocalItem = ImageItem | SamplesItem | ArraysItem | TextItem | TokensItem
+LocalItem = EncodedItem | SamplesItem | ArraysItem | TextItem | TokensItem
 InputItem = LocalItem | UrlItem

@@ -12,7 +12,7 @@ import numpy as np
 from layertap.models.errors import InputError, RequestError, escape
 from layertap.service.engine.limits import check_count
 from layertap.service.inputs.arrays import Array, decode_base64, read_tensor
-from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
+from layertap.service.inputs.items import ArraysItem, EncodedItem, InputItem, TextItem
 from layertap.service.oip.schemas import InputTensor
 from layertap.service.settings import Settings
 
@@ -161,4 +161,4 @@ def _check_types(values: list[Any], body: InputTensor, types: set[type], offer: 
         raise InputError(f"the data of {body.datatype} is {offer}")
 
 
-READERS: Mapping[str, Callable[[bytes], InputItem]] = {IMAGE: ImageItem, TEXT: TextItem.decode}
+READERS: Mapping[str, Callable[[bytes], InputItem]] = {IMAGE: EncodedItem, TEXT: TextItem.decode}

@@ -28,7 +28,7 @@ from layertap.service.http.body import JSON, load_json
 from layertap.service.http.problems import MAX_DETAIL, Problem
 from layertap.service.http.receiving import MAX_KEPT, Envelope, write_rest
 from layertap.service.inputs.arrays import decode_base64
-from layertap.service.inputs.items import ImageItem, InputItem, TextItem, TokensItem, UrlItem
+from layertap.service.inputs.items import EncodedItem, InputItem, TextItem, TokensItem, UrlItem
 from layertap.service.schemas.base import OneError, StrictBody, read_field, read_items
 from layertap.service.schemas.inputs import SomeTokens
 from layertap.service.schemas.validation_errors import validate
@@ -105,7 +105,7 @@ _asked: LRUCache[Hashable, AskedEmbeddings] = LRUCache(MAX_KEPT)  # clients ask 
 
 
 @dataclass(frozen=True)
-class DataUri(ImageItem):
+class DataUri(EncodedItem):
     """What begins as a ``data:`` URI: a picture, or, of a model that takes texts, perhaps a text.
 
     ``fault``: why it is no picture.
@@ -171,7 +171,7 @@ def _settle_item(item: InputItem, inputs: ModelInputs) -> InputItem:
         return TextItem(item.text)
     if item.fault is not None:
         raise InputError(item.fault.detail, hint=item.fault.hint)
-    return ImageItem(item.data)
+    return EncodedItem(item.data)
 
 
 def _read_body(
@@ -228,7 +228,7 @@ def _read_item(entry: Entry, modality: Kind | None) -> InputItem:
     if isinstance(entry, str) and modality != "image":
         return TextItem(entry) if modality == "text" or entry[:5].lower() != "data:" else _read_data_uri(entry)
     picture = entry if isinstance(entry, str) else entry.image
-    return UrlItem(picture) if picture.startswith(URL_SCHEMES) else ImageItem(decode_base64(picture))
+    return UrlItem(picture) if picture.startswith(URL_SCHEMES) else EncodedItem(decode_base64(picture))
 
 
 def _read_data_uri(text: str) -> DataUri:

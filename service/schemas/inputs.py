@@ -12,7 +12,7 @@ from pydantic import FailFast, Field
 from layertap.models.errors import InputError, SelectorError, escape
 from layertap.models.plan.requested import InputOptions, Intervention, Objective
 from layertap.service.inputs.arrays import Array, decode_base64
-from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem, TokensItem, UrlItem
+from layertap.service.inputs.items import ArraysItem, EncodedItem, InputItem, TextItem, TokensItem, UrlItem
 from layertap.service.schemas.base import (
     MAX_FIELDS,
     Index,
@@ -154,7 +154,7 @@ def _read_tensors(tensors: Mapping[str, TensorBody]) -> ArraysItem:
 
 
 READERS: Mapping[str, Callable[[Any], InputItem]] = {  # of what a field holds
-    **dict.fromkeys(("image", "audio"), lambda text: ImageItem(decode_base64(text))),
+    **dict.fromkeys(("image", "audio"), lambda text: EncodedItem(decode_base64(text))),
     "url": UrlItem,
     "tensor": lambda body: ArraysItem({None: body.to_array()}),
     "tensors": _read_tensors,

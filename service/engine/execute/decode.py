@@ -39,7 +39,7 @@ from layertap.service.inputs.arrays import require_finite
 from layertap.service.inputs.images import decode_image, get_plain_jpeg_size
 from layertap.service.inputs.items import (
     ArraysItem,
-    ImageItem,
+    EncodedItem,
     LocalItem,
     SamplesItem,
     TextItem,
@@ -58,7 +58,7 @@ def try_to_decode(
     item: LocalItem, inputs: ModelInputs, settings: Settings, in_worker: bool = False
 ) -> Sequence[Attempt]:
     """Decode one item: its rows or its error; raises nothing that the sender should not see."""
-    if isinstance(item, ImageItem) and item.is_tiff and not in_worker:
+    if isinstance(item, EncodedItem) and item.is_tiff and not in_worker:
         detail = "TIFF is decoded in worker processes only, of which this model has none"
         return [UnsupportedMediaError(detail, hint="save the picture as PNG, or send its pixels as an array")]
     try:
@@ -88,10 +88,10 @@ def decode_item(item: LocalItem, inputs: ModelInputs, settings: Settings) -> lis
     of these. The numbers of a batch with more rows than allowed are not checked.
     """
     inputs = choose_tower(item, inputs)
-    if isinstance(item, SamplesItem) or (isinstance(item, ImageItem) and inputs.sound is not None):
+    if isinstance(item, SamplesItem) or (isinstance(item, EncodedItem) and inputs.sound is not None):
         row = make_sound_row(item, inputs, settings)
         return [_find_error(row, inputs) or row]
-    if isinstance(item, ImageItem):
+    if isinstance(item, EncodedItem):
         return [decode_picture(item, inputs, settings)]
     if is_pixels(item, inputs):
         return [_fit_pixels(item, inputs, settings)]
@@ -135,7 +135,7 @@ def get_preprocessing(inputs: ModelInputs) -> Preprocessing:
     raise InputError(f"model {inputs.model} takes {kind}, not pictures or sounds{reason}", hint=hint)
 
 
-def decode_picture(item: ImageItem, inputs: ModelInputs, settings: Settings) -> CutRows:
+def decode_picture(item: EncodedItem, inputs: ModelInputs, settings: Settings) -> CutRows:
     """A picture as a row of pixels (uint8), to be normalised later, or as the model takes it.
 
     Pixels take a quarter of the bytes while rows wait or are sent to another process. InputError, TooLargeError.
@@ -152,12 +152,12 @@ def decode_picture(item: ImageItem, inputs: ModelInputs, settings: Settings) -> 
     return CutRows({inputs.specs[0].name: row}, int(picture.cut))
 
 
-def make_sound_row(item: ImageItem | SamplesItem, inputs: ModelInputs, settings: Settings) -> CutRows:
+def make_sound_row(item: EncodedItem | SamplesItem, inputs: ModelInputs, settings: Settings) -> CutRows:
     """A sound as a row of the features that the model takes; InputError, TooLargeError."""
     if (processor := inputs.sound) is None:
         raise InputError(f"model {inputs.model} takes no sounds", hint=f"send {_describe_inputs(inputs)}")
     limits = settings.max_sound_s, settings.max_samples
-    if isinstance(item, ImageItem):
+    if isinstance(item, EncodedItem):
         sound = decode_sound(item.data, *limits)
     else:
         sound = read_samples(item.samples, item.rate, *limits)
@@ -166,7 +166,7 @@ def make_sound_row(item: ImageItem | SamplesItem, inputs: ModelInputs, settings:
     return CutRows(row, processor.count_cut(samples.shape[-1]), sound.rate)
 
 
-def decode_on_device(item: ImageItem, inputs: ModelInputs, settings: Settings) -> Tensor | None:
+def decode_on_device(item: EncodedItem, inputs: ModelInputs, settings: Settings) -> Tensor | None:
     """A picture as a row that is on the model's GPU; None if the CPU has to decode or refuse it.
 
     TooLargeError.

@@ -14,7 +14,7 @@ from layertap.service.engine.request import ExtractRequest, SentInputs
 from layertap.service.engine.rows import Fetched, Items
 from layertap.service.fetch.fetcher import DownloadBudget, Fetcher
 from layertap.service.fetch.urls import FetchTarget
-from layertap.service.inputs.items import ImageItem, InputItem, UrlItem
+from layertap.service.inputs.items import EncodedItem, InputItem, UrlItem
 
 MAX_PARALLEL = 8  # fetches of one request at a time, so that no request uses the server's whole limit
 
@@ -60,7 +60,7 @@ async def _fetch_all(
             return target
         async with limit:
             try:
-                return ImageItem(await fetcher.fetch(target, budget))
+                return EncodedItem(await fetcher.fetch(target, budget))
             except (InputError, TooLargeError) as error:
                 return error
 

@@ -31,7 +31,7 @@ from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.engine.short_work import run_if_long
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.inputs.image_size import count_pixels
-from layertap.service.inputs.items import TIFF_STARTS, ImageItem, LocalItem
+from layertap.service.inputs.items import TIFF_STARTS, EncodedItem, LocalItem
 
 HINT = "send one shape a request"
 PAIRS = "some ids look like pairs, by their separators, and come without token types: all are 0, also of second texts"
@@ -202,9 +202,9 @@ def make_encoded_job(planned: PlannedRequest, items: Items, faults: Faults, tick
     These are also TIFFs, which may be cut, repeated pictures, which are decoded once, and large ones, for which others
     would wait.
     """
-    pictures: list[ImageItem] = []
+    pictures: list[EncodedItem] = []
     for _, item in items:
-        if type(item) is not ImageItem or item.data.startswith(TIFF_STARTS) or _is_large(item):
+        if type(item) is not EncodedItem or item.data.startswith(TIFF_STARTS) or _is_large(item):
             return None
         pictures.append(item)
     rows = len(pictures)
@@ -267,7 +267,7 @@ def split_evenly(items: Sequence[LocalItem], slots: int, limit: int) -> list[Seq
 
 def _is_large(item: LocalItem) -> bool:
     """Whether a picture takes so long to decode that it takes a turn of its own."""
-    return isinstance(item, ImageItem) and len(item.data) >= LARGE_BYTES and count_pixels(item.data) >= LARGE_PIXELS
+    return isinstance(item, EncodedItem) and len(item.data) >= LARGE_BYTES and count_pixels(item.data) >= LARGE_PIXELS
 
 
 def _sort_attempts(

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from layertap.service.engine.prepare.job_maker import split_evenly
-from layertap.service.inputs.items import ImageItem
+from layertap.service.inputs.items import EncodedItem
 from tests.service.conftest import Serve
 from tests.service.queue_harness import extract_request, post, random_rows, serving_nets
 
@@ -45,7 +45,7 @@ SIZES: dict[tuple[int, int, int], list[int]] = {  # of the groups, by items, slo
 def test_split_evenly(case: tuple[int, int, int]) -> None:
     """All items are in one group each, in order."""
     count, slots, limit = case
-    items = [ImageItem(str(number).encode()) for number in range(count)]
+    items = [EncodedItem(str(number).encode()) for number in range(count)]
     groups = split_evenly(items, slots, limit)
     assert [len(group) for group in groups] == SIZES[case]
     assert [item for group in groups for item in group] == items

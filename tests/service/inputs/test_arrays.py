@@ -26,7 +26,7 @@ from layertap.service.inputs.arrays import (
     read_tensor,
     require_finite,
 )
-from layertap.service.inputs.items import ArraysItem, ImageItem
+from layertap.service.inputs.items import ArraysItem, EncodedItem
 from tests.service.support import Array, npy, npz
 
 LIMIT = 1_000_000
@@ -174,7 +174,7 @@ def test_base64_refused(text: str) -> None:
 
 def test_items_hide_their_contents() -> None:
     """An item's text form shows none of the input, so that no log can."""
-    shown = repr(ImageItem(b"secret")) + repr(ArraysItem({None: np.array([123456])}))
+    shown = repr(EncodedItem(b"secret")) + repr(ArraysItem({None: np.array([123456])}))
     assert "secret" not in shown
     assert "123456" not in shown
 

@@ -18,7 +18,7 @@ from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.engine.execute.decode import decode_item, normalize_rows
 from layertap.service.inputs.images import get_plain_jpeg_size
-from layertap.service.inputs.items import ImageItem
+from layertap.service.inputs.items import EncodedItem
 from layertap.service.settings import Settings
 from tests.loading import load_model
 from tests.service.inputs.test_images import encode, oriented
@@ -90,7 +90,7 @@ def placed(model: LoadedModel) -> LoadedModel:
 
 
 def row(model: LoadedModel, data: bytes, **limits: int) -> Any:
-    (rows,) = decode_item(ImageItem(data), model.model_inputs, Settings(**limits))
+    (rows,) = decode_item(EncodedItem(data), model.model_inputs, Settings(**limits))
     assert not isinstance(rows, Exception)
     (value,) = normalize_rows(rows, model.model_inputs).values()
     return value

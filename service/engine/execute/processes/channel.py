@@ -26,7 +26,7 @@ from torch import Tensor
 
 from layertap.models.devices.transfer import view_bytes
 from layertap.models.plan.requested import TensorData
-from layertap.service.inputs.items import ImageItem
+from layertap.service.inputs.items import EncodedItem
 
 MAX_PACKET_BYTES = 192 * 1024  # Linux lets a socket send 208 KiB at once, unless it is set up otherwise
 IN_MEMORY = b"\x00"  # the packet of a message that is in shared memory
@@ -217,13 +217,13 @@ def _reduce_error(error: Exception) -> Any:
     return _make_error, (type(error), error.args, vars(error), lines)
 
 
-def _reduce_bytes(value: ImageItem | TensorData) -> tuple[Any, ...]:
+def _reduce_bytes(value: EncodedItem | TensorData) -> tuple[Any, ...]:
     before, after = ((value.shape,), (value.kept,)) if isinstance(value, TensorData) else ((), ())
     return _make_of_bytes, (type(value), before, pickle.PickleBuffer(value.data), *after)
 
 
 _reducers = Reducers(
-    {Tensor: _reduce_tensor, Exception: _reduce_error, ImageItem: _reduce_bytes, TensorData: _reduce_bytes}
+    {Tensor: _reduce_tensor, Exception: _reduce_error, EncodedItem: _reduce_bytes, TensorData: _reduce_bytes}
 )
 _received: list[Any] = []  # tensors that the process at the other end numbers
 

@@ -24,7 +24,7 @@ from layertap.service.engine.execute.processes.model_host import ModelHost, OnRe
 from layertap.service.engine.execute.processes.process_executor import ProcessExecutor
 from layertap.service.engine.execute.processes.worker_decoder import WorkerDecoder
 from layertap.service.engine.execute.processes.worker_pool import WorkerPool
-from layertap.service.inputs.items import ImageItem, SamplesItem
+from layertap.service.inputs.items import EncodedItem, SamplesItem
 from layertap.service.metrics import Metrics
 from layertap.service.settings import MIN_WORKER_MEMORY_BYTES, Settings
 
@@ -102,7 +102,9 @@ def create_decoder(model: LoadedModel, settings: Settings, on_restart: OnRestart
     options = HostOptions(model.spec, settings, (), choose_worker_bytes(settings), plans=None, pictures=pictures)
     host = ModelHost(options, on_restart)
     host.load()
-    return WorkerDecoder(WorkerPool(host), settings, settings.cpu_threads, model.model_inputs, (ImageItem, SamplesItem))
+    return WorkerDecoder(
+        WorkerPool(host), settings, settings.cpu_threads, model.model_inputs, (EncodedItem, SamplesItem)
+    )
 
 
 def choose_worker_bytes(settings: Settings) -> int:

@@ -23,7 +23,7 @@ from layertap.service.engine.execute.processes.worker_process import (
     killed_error,
 )
 from layertap.service.errors import ForwardError, UnavailableError, ending_error
-from layertap.service.inputs.items import ArraysItem, ImageItem, SamplesItem, TextItem
+from layertap.service.inputs.items import ArraysItem, EncodedItem, SamplesItem, TextItem
 from layertap.service.settings import Settings
 
 DIED = "the model's process ended"
@@ -37,7 +37,7 @@ class ProcessExecutor(Executor):
     decodes_batches = True
 
     def __init__(self, model: ModelInfo, workers: WorkerPool, settings: Settings) -> None:
-        kinds: tuple[type, ...] = (ImageItem, SamplesItem, TextItem)
+        kinds: tuple[type, ...] = (EncodedItem, SamplesItem, TextItem)
         if isinstance(model.model_inputs.preprocess, LibraryProcessor):  # decoded pictures go through it, too
             kinds += (ArraysItem,)
         self.decoder = WorkerDecoder(workers, settings, PARTS_AT_ONCE, model.model_inputs, kinds)

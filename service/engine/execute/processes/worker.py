@@ -42,7 +42,7 @@ from layertap.service.engine.execute.processes.wire import (
 from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.prepared_request import PreparedRequest
 from layertap.service.engine.rows import Attempt, Rows, join_rows
-from layertap.service.inputs.items import ImageItem, LocalItem
+from layertap.service.inputs.items import EncodedItem, LocalItem
 from layertap.service.settings import Settings
 
 MAX_TOGETHER_BYTES = 32 * 1024  # of the results in one message
@@ -76,7 +76,7 @@ class DecodingWorker:
 
     def _decode_item(self, number: int, item: LocalItem) -> Sequence[Attempt]:
         progress = self._progress
-        prints = isinstance(item, ImageItem) and (item.is_tiff or self._inputs.sound is not None)
+        prints = isinstance(item, EncodedItem) and (item.is_tiff or self._inputs.sound is not None)
         progress.since, progress.item = time.monotonic(), number
         signal.setitimer(signal.ITIMER_REAL, self._settings.decode_timeout_s)  # kills this process
         try:
@@ -164,7 +164,7 @@ class Worker(DecodingWorker):
         """The rows of a slice's pictures; UndecodedError for the first bad one."""
         parts: list[Rows] = []
         for row, picture in enumerate(pictures, first_row):
-            (attempt,) = self._decode_item(index, ImageItem(bytes(picture)))
+            (attempt,) = self._decode_item(index, EncodedItem(bytes(picture)))
             if isinstance(attempt, LayertapError):
                 raise UndecodedError(attempt, row)
             parts.append(attempt)

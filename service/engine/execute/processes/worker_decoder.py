@@ -14,7 +14,7 @@ from layertap.service.engine.execute.processes.worker_pool import WorkerPool
 from layertap.service.engine.execute.processes.worker_process import RETRY_SECONDS, WorkerDiedError, killed_error
 from layertap.service.engine.rows import Attempt, ItemAttempts
 from layertap.service.errors import UnavailableError
-from layertap.service.inputs.items import ImageItem, LocalItem
+from layertap.service.inputs.items import EncodedItem, LocalItem
 from layertap.service.settings import Settings
 
 MAX_DECODE_ITEMS = 8  # of a request in one message
@@ -78,7 +78,7 @@ class WorkerDecoder(Decoder):
         if not for_workers:
             return try_to_decode(item, inputs, self._settings)
         try:
-            row = decode_on_device(item, inputs, self._settings) if isinstance(item, ImageItem) else None
+            row = decode_on_device(item, inputs, self._settings) if isinstance(item, EncodedItem) else None
         except TooLargeError as error:
             return [error]
         return None if row is None else [{inputs.pictures.specs[0].name: row}]

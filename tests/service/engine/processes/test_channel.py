@@ -21,7 +21,7 @@ from layertap.service.engine.execute.processes.channel import MAX_PACKET_BYTES, 
 from layertap.service.engine.execute.processes.progress import create_progress
 from layertap.service.engine.execute.processes.worker_process import ModelLostError, PendingMessage, WorkerProcess
 from layertap.service.errors import ForwardError
-from layertap.service.inputs.items import ImageItem
+from layertap.service.inputs.items import EncodedItem
 
 LONG_S = 60.0
 
@@ -161,8 +161,8 @@ def test_longest_packet() -> None:
     for blocking in (False, True):
         channel.connection.setblocking(blocking)
         for length in range(MAX_PACKET_BYTES - 300, MAX_PACKET_BYTES + 3):
-            channel.send(ImageItem(bytes(length)))
-            assert other.receive() == ImageItem(bytes(length))
+            channel.send(EncodedItem(bytes(length)))
+            assert other.receive() == EncodedItem(bytes(length))
     channel.close()
     other.close()
 
@@ -225,7 +225,7 @@ def test_asked_when_it_is_closed(size: int) -> None:
         worker = WorkerProcess(ended.pid, channel, progress)
         worker.start(settle)
         worker.close()
-        exchange = PendingMessage(("decode", [ImageItem(bytes(size))]), math.inf)
+        exchange = PendingMessage(("decode", [EncodedItem(bytes(size))]), math.inf)
         worker.ask(exchange)
         async with asyncio.timeout(LONG_S):
             return await exchange.result

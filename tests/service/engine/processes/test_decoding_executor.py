@@ -38,7 +38,7 @@ from layertap.service.errors import UnsupportedMediaError
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.inputs.images import decode_image
-from layertap.service.inputs.items import ImageItem, LocalItem
+from layertap.service.inputs.items import EncodedItem, LocalItem
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 from tests.loading import load_model
@@ -131,8 +131,8 @@ def limits(size: tuple[int, int]) -> dict[str, Any]:
     return {"decode_timeout_s": SHORT_S} if size == HANGS else {}
 
 
-def png(size: tuple[int, int], value: int = 0) -> ImageItem:
-    return ImageItem(draw(size, value))
+def png(size: tuple[int, int], value: int = 0) -> EncodedItem:
+    return EncodedItem(draw(size, value))
 
 
 def check_same(found: Attempt, wanted: Attempt) -> None:
@@ -152,7 +152,7 @@ def test_same_rows(model: LoadedModel, decode_mode: Any) -> None:
     """All kinds of pictures have the bits that they have without workers; bad ones are refused in the same words."""
     placed = replace(model, model_inputs=replace(model.model_inputs, decode=decode_mode))
     items = [
-        *map(ImageItem, [*PLAIN.values(), *OTHERS.values(), Image.new("1", (600, 600)).tobytes()]),
+        *map(EncodedItem, [*PLAIN.values(), *OTHERS.values(), Image.new("1", (600, 600)).tobytes()]),
         png((600, 600)),
     ]
 
@@ -172,7 +172,7 @@ def test_same_rows(model: LoadedModel, decode_mode: Any) -> None:
 
 def test_tiff(model: LoadedModel) -> None:
     """A TIFF has the rows of a PNG of its pixels, from a process that is not the model's."""
-    item = ImageItem(draw((40, 30), 5, "TIFF"))
+    item = EncodedItem(draw((40, 30), 5, "TIFF"))
 
     async def decode_it() -> Attempt:
         async with decoding(model) as (executor, _):
@@ -186,7 +186,7 @@ def test_fax_of_garbage(model: LoadedModel, capfd: pytest.CaptureFixture[str]) -
     """What libtiff prints of each bad row of a picture does not get into the log of a worker."""
     noise = np.random.default_rng(7).bytes(4000)
     data = tiff(gray(100, 4000, 3, len(noise), t258=(258, 3, 1, 1)), noise)
-    DecodingWorker(model.model_inputs, Settings(**SETTINGS), Progress())._decode_item(0, ImageItem(data))
+    DecodingWorker(model.model_inputs, Settings(**SETTINGS), Progress())._decode_item(0, EncodedItem(data))
     assert not capfd.readouterr().err
     decode_image(data, 10**6)
     assert capfd.readouterr().err.count("Fax") > 1000
@@ -221,7 +221,7 @@ def test_killed(model: LoadedModel, which: str) -> None:
         check_same(found, wanted)
 
 
-def extract(items: Sequence[ImageItem], create_executor: Callable[..., Executor], **limits: Any) -> Features:
+def extract(items: Sequence[EncodedItem], create_executor: Callable[..., Executor], **limits: Any) -> Features:
     """The features of pictures, by an engine whose model is in this process."""
     settings, metrics = Settings(**{**SETTINGS, **limits}, cpu_threads=2), Metrics()
     registry = Registry([FATAL], load_model)
@@ -258,7 +258,7 @@ def test_engine(size: tuple[int, int]) -> None:
 
     items = [png((9, 7), 17 * value) for value in range(14)]
     good = [*items[:3], *items[4:10], *items[11:]]
-    items[3], items[10] = png(size), ImageItem(b"no picture")
+    items[3], items[10] = png(size), EncodedItem(b"no picture")
     found = extract(items, create, **limits(size))
     wanted = extract(good, InProcessExecutor)
     _, detail, reasons = REFUSALS[size]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layertap.service.inputs.items import ImageItem
+from layertap.service.inputs.items import EncodedItem
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import Array, arrays_of, picture, problem, raw
@@ -76,7 +76,7 @@ def test_who_decodes(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
 
     So are the others of one that its batch could not decode: that one is not tried again.
     """
-    items: list[ImageItem] = []
+    items: list[EncodedItem] = []
     with serve(workers=2) as live:
         executor = live.engine.manager.handles["digits"].executor
         decode = executor.decode
