@@ -64,6 +64,8 @@ class Receipt:
     token_counts: tuple[int, ...] | None = None  # of each text, without padding
     truncated: tuple[int, ...] | None = None  # tokens cut off each text, or samples off each sound, if any
     source_rates: tuple[int, ...] | None = None  # samples a second of each sound as it was sent
+    source_frames: tuple[tuple[int, ...], ...] | None = None  # which frames of each video were taken
+    source_seconds: tuple[tuple[float, ...], ...] | None = None  # when each of them is shown, if the file tells
     seconds_per_step: float | None = None  # along axis T or L of a sound's tensor, if known
     reply_dtype: str = "float32"
     prefix_tokens: int = 0  # tokens or attention keys before the patches

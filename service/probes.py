@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from layertap.models.errors import LayertapError
 
-ProbeInput = Literal["picture", "sound", "text", "tokens", "tensors"]
+ProbeInput = Literal["picture", "sound", "video", "text", "tokens", "tensors"]
 MAX_VALUES = 64
 SCALE, VALUES = np.dtype("<f4"), np.dtype("<f2")
 MAX_BYTES = SCALE.itemsize + MAX_VALUES * VALUES.itemsize

@@ -48,7 +48,7 @@ MIN_WORKER_MEMORY_BYTES = 256 * MIB
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds in each so many, or "max"
 LIMITS = (  # settings that clients are told, to keep within
     *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels"),
-    *("max_sound_s", "max_samples"),
+    *("max_sound_s", "max_samples", "max_video_s", "max_video_frames"),
     *("max_results", "max_changed_inputs", "max_reply_bytes", "max_json_numbers"),
     *("max_queue_rows", "max_queue_bytes", "deadline_s"),
 )
@@ -246,6 +246,8 @@ class Settings(BaseSettings):
     max_resized_pixels: int = Field(4_000_000, gt=0)
     max_sound_s: float = Field(300.0, gt=0, le=3600, allow_inf_nan=False)
     max_samples: int = Field(50_000_000, gt=0)
+    max_video_s: float = Field(120.0, gt=0, allow_inf_nan=False)
+    max_video_frames: int = Field(4096, gt=0)
     max_results: int = Field(1024, gt=0)
     max_changed_inputs: int = Field(16_384, gt=0)
     max_reply_bytes: Bytes = Field(256 * MIB, gt=0)

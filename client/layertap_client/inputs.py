@@ -1,4 +1,4 @@
-"""What a caller gives as inputs, as what is sent: pictures, sounds, texts, arrays, or entries as JSON has them."""
+"""What a caller gives as inputs, as what is sent: files, texts, arrays, or entries as JSON has them."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class ArrayLike(Protocol):
         """It as numpy has it."""
 
 
-# A path as text or as Path, an address, a picture's or sound's bytes, a file, an array, a picture of PIL, a JSON entry.
+# A path as text or as Path, an address, a file's bytes, an open file, an array, a picture of PIL, a JSON entry.
 Input: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview | Readable | ArrayLike | Mapping[str, Any]
 Inputs: TypeAlias = Input | Iterable[Input]
 
 
 @dataclass(frozen=True)
 class Item:
-    """One input: bytes of a picture, sound or text, an array, or an entry of ``inputs``, which only JSON can carry."""
+    """One input: bytes of a file or text, an array, or an entry of ``inputs``, which only JSON can carry."""
 
     kind: Kind
     value: Any
@@ -174,7 +174,7 @@ def _read_entry(value: Mapping[str, Any]) -> Item:
     if value.keys() == {"text"}:
         return Item("texts", str(value["text"]).encode())
     fields = dict(value)
-    if name := next((name for name in ("image", "audio") if name in fields), None):
+    if name := next((name for name in ("image", "audio", "video") if name in fields), None):
         item = read_item(fields.pop(name))
         return Item("entries", {**item.to_entry(), **_check_json(to_plain(fields))})
     if isinstance(fields.get("tensors"), Mapping):

@@ -13,6 +13,7 @@ from torch import Tensor
 from layertap.models.devices.devices import DTYPES
 from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.inputs.sound import Media, SoundProcessor
+from layertap.models.inputs.video import VideoProcessor
 from layertap.models.spec import PADDING_MASK, Decode, InputSpec, LeftPadding, Shapes, Tower, Truncate
 
 Encode = Callable[[str, int, Truncate], tuple[list[int], int]]
@@ -140,7 +141,7 @@ def number_tokens(mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The inputs of a model, and how pictures, sounds and texts become rows of them."""
+    """The inputs of a model, and how pictures, sounds, videos and texts become rows of them."""
 
     model: str  # its name
     specs: tuple[InputSpec, ...]
@@ -200,12 +201,18 @@ class ModelInputs:
     @property
     def takes_pictures(self) -> bool:
         """Whether pictures may be sent."""
-        return self.preprocess is not None and self.sound is None and len(self.pictures.specs) == 1
+        others = SoundProcessor | VideoProcessor | None
+        return not isinstance(self.preprocess, others) and len(self.pictures.specs) == 1
 
     @property
     def sound(self) -> SoundProcessor | None:
         """How sounds become rows; None if they may not be sent."""
         return self.preprocess if isinstance(self.preprocess, SoundProcessor) else None
+
+    @property
+    def video(self) -> VideoProcessor | None:
+        """How videos become rows; None if they may not be sent."""
+        return self.preprocess if isinstance(self.preprocess, VideoProcessor) else None
 
     @property
     def frames(self) -> int | None:
@@ -214,12 +221,12 @@ class ModelInputs:
 
     @property
     def takes_media(self) -> bool:
-        """Whether pictures or sounds may be sent."""
-        return self.takes_pictures or self.sound is not None
+        """Whether pictures, sounds or videos may be sent."""
+        return self.takes_pictures or self.sound is not None or self.video is not None
 
     @property
     def preprocesses(self) -> bool:
-        """Whether pictures, sounds or texts may be sent, which the server turns into rows."""
+        """Whether pictures, sounds, videos or texts may be sent, which the server turns into rows."""
         return self.takes_media or (self.text is not None and self.text.encode is not None)
 
     def with_shapes(self, shapes: Shapes) -> tuple[InputSpec, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from layertap.models.errors import InputError
 from layertap.models.inputs.preprocess import Preprocessing
+from layertap.models.inputs.video import VideoProcessor
 from layertap.models.spec import Decode, InputSpec
 
 RECIPE = "channels averaged in float32, resampled by soxr HQ"  # what comes before the library's own steps
@@ -85,4 +86,4 @@ def _pass_samples(name: str, axes: int, samples: NDArray[np.float32]) -> dict[st
     return {name: torch.from_numpy(samples).reshape(1, *(1,) * (axes - samples.ndim), *samples.shape)}
 
 
-Media = Preprocessing | SoundProcessor  # how encoded pictures or sounds become rows
+Media = Preprocessing | SoundProcessor | VideoProcessor  # how encoded pictures, sounds or videos become rows

@@ -45,7 +45,7 @@ class BuiltModel:
     inputs: tuple[InputSpec, ...]
     architecture: str  # with ``named`` a library's name for the structure
     weights: str  # for people, without a directory
-    media: Media | str = ""  # of pictures or sounds: the preprocessing, or why there is none, which may be empty
+    media: Media | str = ""  # of pictures, sounds or videos: the preprocessing, or why there is none, if known
     prefix_tokens: int = 0  # class and register tokens before the patches
     named: bool = False  # fingerprints take ``architecture`` and ``settings`` instead of the structure
     settings: str = ""  # that the module tree may not show
@@ -59,7 +59,7 @@ class BuiltModel:
 
     @property
     def preprocess(self) -> Media | None:
-        """The preprocessing of pictures or sounds; None if none can be sent."""
+        """The preprocessing of pictures, sounds or videos; None if none can be sent."""
         return None if isinstance(self.media, str) else self.media
 
     @property

@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
+from PIL import Image
 from torch import Tensor, nn
 from torchvision.models import get_model, get_model_builder, get_model_weights, list_models
 
@@ -16,6 +19,7 @@ from layertap.models.errors import LoadError, escape, find_nearest, suggest
 from layertap.models.grammar import parse_weights, unknown_name_error
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.inputs.presets import choose_preprocessing, from_torchvision
+from layertap.models.inputs.video import VideoProcessor
 from layertap.models.labels import Labels
 from layertap.models.sources.build import (
     FLOAT_BITS,
@@ -69,7 +73,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         inputs=(InputSpec(name, shape),),
         architecture=shown,
         weights=f"{type(released).__name__}.{released.name}" if released and weights.is_named else weights.label,
-        media=read_transforms(transforms) if len(shape) == 3 else f"torchvision's {kind} takes no single pictures",
+        media=read_transforms(transforms, None if len(shape) == 3 else shape[1]),
         prefix_tokens=count_class_tokens(module),
         named=True,
         settings=describe_arguments({**options, **spec.args}, without=OF_CONSTRUCTION),
@@ -175,10 +179,17 @@ def _find_shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     return next((tuple(value.shape) for each, value in state.items() if f".{each}".endswith(f".{name}")), ())
 
 
-def read_transforms(transforms: Any) -> Preprocessing | str:
-    """The weights' own transforms as preprocessing; a text with the reason if they take no pictures."""
+def read_transforms(transforms: Any, frames: int | None = None) -> Preprocessing | VideoProcessor | str:
+    """The weights' own transforms as preprocessing, of videos if they have ``frames``; a text with why if none."""
     name, nearest = type(transforms).__name__, from_torchvision(transforms)
-    return choose_preprocessing(name, repr(transforms), transforms, nearest, f"torchvision's {name}")
+    run = transforms if frames is None else partial(_transform_frame, transforms)
+    found = choose_preprocessing(name, repr(transforms), run, nearest, f"torchvision's {name}")
+    return found if isinstance(found, str) or frames is None else VideoProcessor(name, found, frames, axis=1)
+
+
+def _transform_frame(transforms: Any, image: Image.Image) -> Tensor:
+    row: Tensor = transforms(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None])[:, 0]
+    return row
 
 
 def find_embeddings(module: nn.Module, row: Tensor) -> tuple[list[Choice], bool]:

@@ -9,10 +9,12 @@ from collections.abc import Container
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
+from operator import attrgetter
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
+import numpy as np
 from PIL import Image
 from torch import Tensor, nn
 
@@ -20,6 +22,7 @@ from layertap.models.errors import LoadError
 from layertap.models.inputs.model_inputs import Encode, TextSpec
 from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing
 from layertap.models.inputs.presets import SIDE, choose_preprocessing, from_transformers
+from layertap.models.inputs.video import VideoProcessor
 from layertap.models.sources.checkpoints import wrap_errors
 from layertap.models.sources.sentence_folder import SentenceFolder
 from layertap.models.sources.sentence_texts import complete_texts, encodes_itself, list_limits
@@ -30,8 +33,16 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 Modality = Literal["pictures", "text", "both", "other"]
 IDS, MASK, TYPES, PIXELS = "input_ids", "attention_mask", "token_type_ids", "pixel_values"
 PATCH_SHAPES = "spatial_shapes"
-FURTHER = frozenset({"decoder_input_ids", "input_values", "input_features", "pixel_values_videos"})
+CLIPS = "pixel_values_videos"
+FURTHER = frozenset({"decoder_input_ids", "input_values", "input_features", CLIPS})
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+OF_VIDEOS = "video_preprocessor_config.json"
+# Where the configuration of a known class of videos, by its model_type, says how many frames it takes.
+FRAMES = {
+    **dict.fromkeys(("videomae", "vivit", "timesformer"), "num_frames"),
+    "vjepa2": "frames_per_clip",
+    "xclip": "vision_config.num_frames",
+}
 SIDES: dict[str, Truncate] = {"left": "start", "right": "end"}
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model"),
@@ -44,8 +55,8 @@ INPUTS_HINT = "add inputs: name, shape and dtype of each"
 
 def read_inputs(
     library: Any, module: Any, folder: Path, spec: ModelSpec, sentence: SentenceFolder | None, shown: str
-) -> tuple[tuple[InputSpec, ...], TextSpec | None, Preprocessing | str, bool]:
-    """A model's inputs, how it takes texts and pictures, and whether it has two towers that run alone.
+) -> tuple[tuple[InputSpec, ...], TextSpec | None, Preprocessing | VideoProcessor | str, bool]:
+    """A model's inputs, how it takes texts and pictures or videos, and whether it has two towers that run alone.
 
     The forward of such a model is changed to accept either's inputs. LoadError if its class does not tell its inputs.
     """
@@ -56,12 +67,13 @@ def read_inputs(
     text = None
     if modality == "text" or two_towers:
         text = _read_text_spec(library, module, folder, shown, sentence, pairs=pairs)
-    pictures: Preprocessing | str = ""
+    pictures: Preprocessing | VideoProcessor | str = ""
+    frames = count_frames(module) if spec.inputs is None else None
     if modality == "text" and PATCH_SHAPES in names:
         pictures = f"{type(module).__name__} takes them in patches, with {PATCH_SHAPES}"
     elif spec.preprocess == "preset" and modality != "text":
         backend = "pil" if spec.image_backend == "auto" and spec.decode != "exact" else spec.image_backend
-        pictures = read_preset(library, folder, backend)
+        pictures = read_preset(library, folder, backend, frames)
     if spec.inputs is not None:
         inputs = spec.inputs
     elif modality == "text" and text is not None:
@@ -70,10 +82,15 @@ def read_inputs(
         detail = f"what {type(module).__name__} of {shown} takes can't be told from its class"
         raise LoadError(detail, hint=INPUTS_HINT)
     else:
-        picture = InputSpec(PIXELS, _get_picture_shape(module.config, pictures, shown))
+        shape = _get_picture_shape(module.config, pictures, shown)
+        picture = (
+            InputSpec(PIXELS, shape)
+            if frames is None
+            else InputSpec(CLIPS if CLIPS in names else PIXELS, (frames, *shape))
+        )
         words = text or _read_text_spec(library, module, None, shown) if modality == "both" else None
         inputs = (*(words.inputs() if words else ()), picture)
-    takes_pictures = two_towers or (len(inputs) == 1 and len(inputs[0].shape) == 3)
+    takes_pictures = two_towers or (len(inputs) == 1 and (len(inputs[0].shape) == 3 or frames is not None))
     return inputs, text, pictures if isinstance(pictures, str) or takes_pictures else "", two_towers
 
 
@@ -201,6 +218,8 @@ def _encode_slowly(whole: Any, lock: Lock, text: str, limit: int, truncate: Trun
 
 def _find_modality(module: Any, names: Container[str]) -> Modality:
     """The kind of input that a model's class takes, whose forward has parameters of these ``names``."""
+    if count_frames(module) is not None:
+        return "both" if IDS in names else "pictures"
     if any(name in names for name in FURTHER) or hasattr(module.config, "num_frames"):
         return "other"
     main, pixels = module.main_input_name, PIXELS in names and PATCH_SHAPES not in names
@@ -212,13 +231,20 @@ def _find_modality(module: Any, names: Container[str]) -> Modality:
     return "other"
 
 
-def _split_towers(module: Any) -> bool:
-    """Whether a model has a text and a picture tower; if so its forward is changed to accept either's inputs alone.
+def count_frames(module: Any) -> int | None:
+    """How many frames of a video a model takes; None if it is of no known class of videos."""
+    field = FRAMES.get(module.config.model_type)
+    return int(attrgetter(field)(module.config)) if field is not None else None
 
-    For one tower it returns ``get_text_features`` or ``get_image_features``.
+
+def _split_towers(module: Any) -> bool:
+    """Whether a model has towers of texts and pictures, or videos; if so its forward is changed to accept either alone.
+
+    For one tower it returns ``get_text_features``, or ``get_image_features`` or ``get_video_features``.
     """
     whole = type(module)
-    if not hasattr(whole, "get_text_features") or not hasattr(whole, "get_image_features"):
+    get_features = getattr(whole, "get_image_features" if count_frames(module) is None else "get_video_features", None)
+    if not hasattr(whole, "get_text_features") or get_features is None:
         return False
 
     @wraps(whole.forward)
@@ -227,15 +253,16 @@ def _split_towers(module: Any) -> bool:
             rows[PIXELS if single[0].is_floating_point() else IDS] = single[0]
         if PIXELS not in rows:
             return self.get_text_features(**{name: value for name, value in rows.items() if name in (IDS, MASK)})
-        return whole.forward(self, **rows) if IDS in rows else self.get_image_features(**rows)
+        return whole.forward(self, **rows) if IDS in rows else get_features(self, **rows)
 
     module.__class__ = type(whole.__name__, (whole,), {"forward": forward, "__module__": whole.__module__})
     return True
 
 
-def _get_picture_shape(config: Any, pictures: Preprocessing | str, shown: str) -> tuple[int, ...]:
+def _get_picture_shape(config: Any, pictures: Preprocessing | VideoProcessor | str, shown: str) -> tuple[int, ...]:
     configs = (getattr(config, "vision_config", None), config)
     vision = next((each for each in configs if getattr(each, "image_size", None) is not None), None)
+    pictures = pictures.each if isinstance(pictures, VideoProcessor) else pictures
     side: Any = None if isinstance(pictures, str) else pictures.output_size
     side = side or (vision.image_size if vision is not None else None)
     if side is None and isinstance(pictures, LibraryProcessor):  # rows are as large as pictures: take any size
@@ -247,17 +274,22 @@ def _get_picture_shape(config: Any, pictures: Preprocessing | str, shown: str) -
     return (int(getattr(vision, "num_channels", 3) or 3), int(side[0]), int(side[1]))
 
 
-def read_preset(library: Any, folder: Path, backend: ImageBackend) -> Preprocessing | str:
-    """The preprocessing saved in a directory; a text with the reason if pictures can't be taken.
+def read_preset(
+    library: Any, folder: Path, backend: ImageBackend, frames: int | None = None
+) -> Preprocessing | VideoProcessor | str:
+    """The preprocessing saved in a directory; a text with the reason if pictures, or videos, can't be taken.
 
-    Uses the requested ``backend`` of the library, or the other one if the processor has only that.
+    Uses the requested ``backend`` of the library, or the other one if the processor has only that. For a model of so
+    many ``frames``, the processor of videos, if one was saved, else that of pictures.
     """
-    file = next((name for name in PROCESSOR_FILES if (folder / name).is_file()), None)
+    files = (*([OF_VIDEOS] if frames is not None else []), *PROCESSOR_FILES)
+    file = next((name for name in files if (folder / name).is_file()), None)
     if file is None:
         return f"its folder has no {PROCESSOR_FILES[0]}"
     try:
-        wanted = {} if backend == "auto" else {"backend": backend}
-        processor = library.AutoImageProcessor.from_pretrained(str(folder), **wanted, **LOCAL)
+        wanted = {} if backend == "auto" or file == OF_VIDEOS else {"backend": backend}
+        auto = library.AutoVideoProcessor if file == OF_VIDEOS else library.AutoImageProcessor
+        processor = auto.from_pretrained(str(folder), **wanted, **LOCAL)
         settings = json.dumps(processor.to_dict(), sort_keys=True, default=str)
     except Exception as error:  # the library has no processor for this version or model
         return f"image_processor_type of {file} names none that transformers can make ({type(error).__name__})"
@@ -265,9 +297,20 @@ def read_preset(library: Any, folder: Path, backend: ImageBackend) -> Preprocess
     with suppress(TypeError, ValueError, AttributeError):  # unknown settings
         nearest = from_transformers(processor)
     shown = f"{name}, which image_processor_type of {file} names,"
-    return choose_preprocessing(name, settings, partial(_run_processor, processor), nearest, shown)
+    if frames is None:
+        return choose_preprocessing(name, settings, partial(_run_processor, processor), nearest, shown)
+    found = choose_preprocessing(name, settings, partial(_run_on_frame, processor), None, shown)
+    return found if isinstance(found, str) else VideoProcessor(name, found, frames)
 
 
 def _run_processor(processor: Any, image: Image.Image) -> Tensor:
     rows: Tensor = processor(images=image, return_tensors="pt")[PIXELS]
     return rows[0] if len(rows) == 1 else rows
+
+
+def _run_on_frame(processor: Any, image: Image.Image) -> Tensor:
+    """A frame as a video of one frame."""
+    options = {"do_sample_frames": False} if hasattr(processor, "do_sample_frames") else {}
+    (rows,) = processor([np.array(image)], return_tensors="pt", **options).values()
+    row: Tensor = rows.flatten(0, -4)[0]
+    return row

@@ -35,12 +35,12 @@ class LocalExtractor(Extractor):
         self.max_rows = min(MAX_ROWS, settings.max_batch_rows, settings.max_inputs, settings.max_queue_rows)
 
     async def outline(self, question: Question) -> Outline:
-        """The outline of answers, by a fixed picture, sound or text; LayertapError."""
+        """The outline of answers, by a fixed picture, sound, video or text; LayertapError."""
         handle = await self._engine.manager.get_handle(question.model, float("inf"))
         question = replace(question, truncate="end")  # the text with its prompt may be long
         example = TEXT.encode() if question.texts else make_picture()
         request, sent = _make_request(question), _make_inputs(question, [example])
-        if handle.model.model_inputs.sound is not None:
+        if handle.model.model_inputs.preprocess is not None and not handle.model.model_inputs.takes_pictures:
             sent = SentInputs(((0, make_probe_input(handle.model.model_inputs, preprocessed=False)[1]),))
         with self._engine.admission.admit(_make_deadline()) as ticket:
             features = await self._engine.extract(request, sent, ticket)

@@ -114,15 +114,17 @@ class RemoteExtractor(Extractor):
         return Outline.of(result.model, result.fingerprint, result, result.receipts)
 
     async def _make_example(self, name: str | None) -> Any:
-        """A second of silence for a model of sounds, else a picture."""
+        """A second of silence for a model of sounds, black frames for one of videos, else a picture."""
         models = await self._client.models()
         name = models.aliases.get(name or "", name) or models.default
         if all("preprocess" not in each.details for each in models if each.name == name):
             await self._client.layers(name)  # loads it
             models = await self._client.models()
-        for rate in ((each.details.get("preprocess") or {}).get("rate") for each in models if each.name == name):
-            if rate is not None:
-                return {"tensor": np.zeros(rate, np.float32), "rate": rate}
+        for how in (each.details.get("preprocess") or {} for each in models if each.name == name):
+            if "rate" in how:
+                return {"tensor": np.zeros(how["rate"], np.float32), "rate": how["rate"]}
+            if "frames" in how:
+                return np.zeros((how["frames"], *OUTLINED, 3), np.uint8)
         picture = BytesIO()
         Image.new("RGB", OUTLINED).save(picture, "PNG")
         return picture.getvalue()

@@ -1,4 +1,4 @@
-"""Sources of inputs: pictures or sounds in a folder, pattern, list or tar archive; pictures or texts in a table.
+"""Sources of inputs: files in a folder, pattern, list or tar archive; pictures or texts in a table.
 
 Each yields its entries one by one, always in the same order, and holds at most one input in memory.
 """
@@ -25,6 +25,7 @@ SUFFIXES = frozenset(
     (
         *(".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"),
         *(".flac", ".mp3", ".oga", ".ogg", ".opus", ".wav"),
+        *(".m4v", ".mov", ".mp4", ".webm"),
     )
 )
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")

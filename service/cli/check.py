@@ -103,6 +103,8 @@ def _describe_pictures(inputs: ModelInputs) -> str:
 
     if inputs.sound is not None:
         return f"sounds through {inputs.sound.name}, at {inputs.sound.rate} samples a second"
+    if inputs.video is not None:
+        return f"videos through {inputs.video.name}, of which it takes {inputs.video.frames} frames"
     how = inputs.preprocess
     if how is None or not inputs.takes_pictures:
         return f"no pictures: {inputs.no_pictures}" if inputs.no_pictures else ""

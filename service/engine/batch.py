@@ -18,7 +18,7 @@ from layertap.models.run.batch_slices import JoinedRows
 from layertap.models.run.reduction import ReducedArray
 from layertap.service.engine.batch_key import BatchKey
 from layertap.service.engine.prepared_request import ForwardSpec, PreparedRequest
-from layertap.service.engine.rows import Rows
+from layertap.service.engine.rows import Origin, Rows
 from layertap.service.inputs.items import EncodedItem
 from layertap.service.timings import Timings
 from layertap.service.types import BatchReason, Priority
@@ -70,7 +70,7 @@ class Job:
     input_index: int | None = None  # if each input is a separate job
     tokens: int = 0  # in its texts, without padding
     cut: tuple[int, ...] = ()  # how many tokens of each text, or samples of each sound, were left out
-    rates: tuple[int, ...] = ()  # of sounds as they were sent; 0 for other inputs
+    origins: tuple[Origin, ...] = ()  # where rows of sounds and videos are from
     warnings: tuple[str, ...] = ()
     # Makes the job of the same rows, never run, for a forward that makes other numbers of calls.
     plan_again: Callable[[OtherCallsError], Awaitable[Job]] | None = None

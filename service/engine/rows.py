@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -18,16 +19,28 @@ Fetched = LocalItem | LayertapError  # an input, or why it can't be fetched
 Items = Sequence[tuple[int, Fetched]]  # with their indexes in the request
 
 
-class CutRows(dict[str, Tensor]):
-    """The row of a text, picture or sound, which may be cut.
+@dataclass(frozen=True)
+class Origin:
+    """Where a row is from: the ``rate`` of a sound as it was sent; a video's ``frames`` and their ``seconds``."""
 
-    ``cut`` is the number of tokens or samples that were left out, 1 if pages were. ``rate``: of a sound as it was sent.
+    rate: int = 0
+    frames: tuple[int, ...] = ()
+    seconds: tuple[float, ...] = ()
+
+
+NO_ORIGIN = Origin()  # of other inputs
+
+
+class CutRows(dict[str, Tensor]):
+    """The row of a text, picture, sound or video, which may be cut.
+
+    ``cut`` is the number of tokens or samples that were left out, 1 if pages were.
     """
 
-    def __init__(self, rows: Rows, cut: int = 0, rate: int = 0) -> None:
+    def __init__(self, rows: Rows, cut: int = 0, origin: Origin = NO_ORIGIN) -> None:
         super().__init__(rows)
         self.cut = cut
-        self.rate = rate
+        self.origin = origin
 
 
 def count_rows(attempts: ItemAttempts) -> int:

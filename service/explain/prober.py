@@ -35,6 +35,7 @@ Key = tuple[str, str]  # a model's name and a fingerprint
 WIDTH, HEIGHT = 320, 256
 TEXT = "a photo of a cat beside a dog"
 TOKENS = 8
+FRAME = 64  # pixels of a side of a video's frames
 LOUDNESS = 0.2  # of a sound, of 1
 BITS = 64
 FLOATS = ("float16", "float32", "float64")
@@ -115,12 +116,15 @@ def _add_probes(features: Features, probes: dict[str, Probe]) -> Features:
 
 
 def make_probe_input(inputs: ModelInputs, *, preprocessed: bool) -> tuple[ProbeInput, LocalItem]:
-    """The fixed input for a model: a picture, sound or text if it takes it, else, or if ``preprocessed``, tensors."""
+    """The fixed input for a model: a picture, sound, video or text, else, or if ``preprocessed``, tensors."""
     if preprocessed:
         return "tensors", _make_arrays(inputs)
     if (sound := inputs.sound) is not None:  # a second of noise
         noise = _draw_uniform((sound.rate, sound.channels)) * LOUDNESS
         return "sound", SamplesItem(noise.astype(np.float32), sound.rate)
+    if (video := inputs.video) is not None:
+        frames = _draw_uniform((video.frames, FRAME, FRAME, 3)) * 255
+        return "video", ArraysItem({inputs.pictures.specs[0].name: frames.astype(np.uint8)})
     if inputs.preprocess is not None and not inputs.takes_plain:
         return "picture", EncodedItem(make_picture())
     text = inputs.text

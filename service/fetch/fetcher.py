@@ -127,13 +127,13 @@ class Fetcher:
 
 
 def _check_head(response: httpcore.Response) -> int:
-    """The response's Content-Length, or 0; RejectedResponse if it is no unencoded picture or sound."""
+    """The response's Content-Length, or 0; RejectedResponse if it is no unencoded picture, sound or video."""
     headers = {name.lower(): value.strip().lower() for name, value in response.headers}
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip()
     if response.status != 200:
         raise RejectedResponse(f"status {response.status}")
     if headers.get(b"content-encoding", b"identity") != b"identity":
         raise RejectedResponse("a content encoding")
-    if not media_type.startswith((b"image/", b"audio/")) and media_type not in UNTYPED:
-        raise RejectedResponse("a content type that is no picture's or sound's")
+    if not media_type.startswith((b"image/", b"audio/", b"video/")) and media_type not in UNTYPED:
+        raise RejectedResponse("a content type that is no picture's, sound's or video's")
     return int(headers.get(b"content-length", b"0")[:20])

@@ -8,6 +8,7 @@ from typing import Any
 from layertap.models.catalog.catalog import Layer, TensorInfo
 from layertap.models.inputs.model_inputs import TextSpec
 from layertap.models.inputs.sound import SoundProcessor
+from layertap.models.inputs.video import VideoProcessor
 from layertap.models.plan.embedding import ModelEmbedding
 from layertap.models.plan.planner import find_outputs
 from layertap.models.points import Site, format_path
@@ -97,11 +98,11 @@ def _describe_text(text: TextSpec | None) -> Json:
 
 
 def _describe_preprocessing(model: ModelInfo) -> Json | None:
-    """How a picture or a sound becomes a row; pictures are decoded "exact" if the setting makes no difference."""
+    """How a picture, sound or video becomes a row; pictures are decoded "exact" if the setting makes no difference."""
     how, decode = model.preprocess, model.spec.decode
     if how is None:
         return None
-    if isinstance(how, SoundProcessor):
+    if isinstance(how, SoundProcessor | VideoProcessor):
         return how.describe()
     steps = {name: value for name, value in how.describe().items() if value is not None or name in ("resize", "crop")}
     return steps | {"decode": decode if how.changes_pixels(decode) else "exact"}

@@ -74,7 +74,7 @@ def _parse_body(
     if not data and not media_type:  # a dry run needs no input
         return _parse_query(envelope, settings, kind), []
     arrays = ", ".join(sorted(BODY_READERS.keys() - {MEDIA, TEXT}))
-    media = "image/jpeg or audio/wav (or another of them)"
+    media = "image/jpeg, audio/wav or video/mp4 (or another of them)"
     hint = f"send Content-Type: {JSON}, {MULTIPART}, {TEXT}, {media}, {arrays}"
     raise UnsupportedMediaError("a body of this content type is not taken", hint=hint)
 
@@ -180,6 +180,7 @@ def _check_charset(content_type: str) -> None:
 PART_READERS: Mapping[str, Callable[[bytes], InputItem]] = {  # of a part, which is one input, by name
     "images": EncodedItem,
     "audio": EncodedItem,
+    "video": EncodedItem,
     "texts": TextItem.decode,
     "tensors": lambda data: ArraysItem({None: read_npy(data)}),
 }

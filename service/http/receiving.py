@@ -22,14 +22,14 @@ from layertap.service.settings import Settings
 
 MAX_KEPT, MAX_KEPT_BYTES = 256, 2048  # requests that are remembered, and the length of what they ask
 MEDIA, TEXT = "image/*", "text/plain"
-FAMILIES = ("image/", "audio/")  # whose files all are MEDIA
+FAMILIES = ("image/", "audio/", "video/")  # whose files all are MEDIA
 
 
 @dataclass(frozen=True, eq=False)
 class Envelope:
     """The parts of a request around its body. Clients send the same ones over and over, so most are kept."""
 
-    media_type: str  # the content type without parameters, in small letters; ``MEDIA`` for any picture or sound
+    media_type: str  # the content type without parameters, in small letters; ``MEDIA`` for any picture, sound or video
     text: bytes  # the query
     query: Query
     format: ReplyFormat
@@ -108,7 +108,7 @@ async def receive(exchange: Exchange, parse: Parser[P], read_envelope: EnvelopeR
     started = time.perf_counter()
     media_type = envelope.media_type
     try:
-        # A picture or a sound is decoded later.
+        # A picture, a sound or a video is decoded later.
         at_once = media_type == MEDIA or (media_type != MULTIPART and is_short(parsed_bytes=len(data)))
         if at_once and envelope.is_kept:
             parsed = parse(envelope, data, settings)

@@ -1,4 +1,4 @@
-"""The items of a request: encoded pictures and sounds, samples, URLs, arrays, texts, tokens."""
+"""The items of a request: encoded pictures, sounds and videos, samples, URLs, arrays, texts, tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
 @dataclass(frozen=True)
 class EncodedItem:
-    """An encoded picture or sound, as the model takes one: ``data`` is the file's bytes, for a decode worker."""
+    """An encoded picture, sound or video, as the model takes one: ``data`` is the file's bytes, for a decode worker."""
 
     data: bytes = field(repr=False)
 
@@ -23,6 +23,13 @@ class EncodedItem:
     def is_tiff(self) -> bool:
         """Whether it begins as a TIFF: only workers decode these, because libtiff knows so many kinds."""
         return self.data.startswith(TIFF_STARTS)
+
+
+@dataclass(frozen=True)
+class FramesItem:
+    """Encoded pictures that are the frames of one video."""
+
+    frames: tuple[EncodedItem, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +90,10 @@ class TokensItem:
 
 @dataclass(frozen=True)
 class UrlItem:
-    """The URL of a picture or a sound; fetching it gives an EncodedItem."""
+    """The URL of a picture, sound or video; fetching it gives an EncodedItem."""
 
     url: str = field(repr=False)
 
 
-LocalItem = EncodedItem | SamplesItem | ArraysItem | TextItem | TokensItem
+LocalItem = EncodedItem | FramesItem | SamplesItem | ArraysItem | TextItem | TokensItem
 InputItem = LocalItem | UrlItem

@@ -12,7 +12,7 @@ from pydantic import FailFast, Field
 from layertap.models.errors import InputError, SelectorError, escape
 from layertap.models.plan.requested import InputOptions, Intervention, Objective
 from layertap.service.inputs.arrays import Array, decode_base64
-from layertap.service.inputs.items import ArraysItem, EncodedItem, InputItem, TextItem, TokensItem, UrlItem
+from layertap.service.inputs.items import ArraysItem, EncodedItem, FramesItem, InputItem, TextItem, TokensItem, UrlItem
 from layertap.service.schemas.base import (
     MAX_FIELDS,
     Index,
@@ -27,6 +27,7 @@ from layertap.service.schemas.base import (
 from layertap.service.schemas.selection import MAX_INTERVENTIONS, Class, InterventionBody, ObjectiveBody, Target
 
 MAX_TOKENS = 131_072
+MAX_IMAGES = 4096
 OPTIONS = frozenset({"objective", "class", "target", "interventions"})  # of an input, beside the input itself
 
 
@@ -37,8 +38,9 @@ Tokens = Annotated[
 
 
 class InputBody(StrictBody):
-    """One input: a picture or sound (base64 or data URI), a URL, a tensor, a text, its tokens, or another input again.
+    """One input: a picture, sound or video (base64 or data URI), a URL, a tensor, a text, tokens, or another input.
 
+    ``images``: the frames of one video, each an encoded picture.
     ``text_pair``: a second text, which the model reads together with ``text``; ``token_type_ids``: of ``tokens``, the
     text of a pair that each is of. ``rate``: the tensor holds samples of a sound, so many a second. ``tensors``: one
     for each input of a model, by name; ``input``: the index of another input. ``objective``, or ``class`` or ``target``
@@ -47,6 +49,8 @@ class InputBody(StrictBody):
 
     image: str | None = None
     audio: str | None = None
+    video: str | None = None
+    images: Annotated[list[str] | None, Field(min_length=1, max_length=MAX_IMAGES), FailFast()] = None
     url: str | None = Field(None, max_length=8192)
     tensor: TensorBody | None = None
     rate: Rate = None
@@ -154,7 +158,8 @@ def _read_tensors(tensors: Mapping[str, TensorBody]) -> ArraysItem:
 
 
 READERS: Mapping[str, Callable[[Any], InputItem]] = {  # of what a field holds
-    **dict.fromkeys(("image", "audio"), lambda text: EncodedItem(decode_base64(text))),
+    **dict.fromkeys(("image", "audio", "video"), lambda text: EncodedItem(decode_base64(text))),
+    "images": lambda texts: FramesItem(tuple(EncodedItem(decode_base64(text)) for text in texts)),
     "url": UrlItem,
     "tensor": lambda body: ArraysItem({None: body.to_array()}),
     "tensors": _read_tensors,

@@ -181,6 +181,14 @@ class SoundPreprocessing(BaseModel):
     sound: str
 
 
+class VideoPreprocessing(BaseModel):
+    """How many ``frames`` of a video are taken, and which; ``each`` of them as a picture."""
+
+    frames: int
+    sampling: str
+    each: dict[str, Any]
+
+
 class CountedNames(BaseModel):
     """The number of names, and the first of them."""
 
@@ -258,7 +266,7 @@ class Model(BaseModel):
     reason: str = ""
     device: str
     inputs: list[ModelInput] = []
-    preprocess: Preprocessing | LibraryPreprocessing | SoundPreprocessing | None = None
+    preprocess: Preprocessing | LibraryPreprocessing | SoundPreprocessing | VideoPreprocessing | None = None
     cast: dict[str, str] = {}
     weights: str = ""
     weights_digest: str = ""

@@ -28,6 +28,7 @@ from tests.service.cli.commands import Done, run_here
 
 ROOT = Path(__file__).parents[2]
 PRINTED_ADDRESS = "127.0.0.1:8000"
+OF_WORKERS = frozenset({"out/video.yaml"})  # configurations of pages that send what workers alone decode
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SERVE = re.compile(r'make serve(?: ARGS="(?P<words>[^"]*)")?\n')
 PLAIN = re.compile(r"^(\.venv/bin/(?:layertap|python [^-\s]\S*) [^|<>&;$\\\n]*)$", re.MULTILINE)  # needs no shell
@@ -125,7 +126,8 @@ class Project:
             self._words = words
             file = words.removeprefix("--config").strip()
             configuration = read_configuration(self.path / file, before_loading=True) if file else None
-            self.url = self._server.enter_context(serving(configuration)).url
+            workers = {"workers": 1} if file in OF_WORKERS else {}
+            self.url = self._server.enter_context(serving(configuration, **workers)).url
 
     def stop(self) -> None:
         """End the server, if there is one."""

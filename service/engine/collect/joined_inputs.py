@@ -22,7 +22,7 @@ from layertap.service.engine.request import ReplyOptions
 from layertap.service.features import Array, Features, Receipt, join_cuts
 
 # Receipt fields that differ by input; all others agree in results that share one array.
-BY_ROW = ("classes", "labels", "token_counts", "source_rates")
+BY_ROW = ("classes", "labels", "token_counts", "source_rates", "source_frames", "source_seconds")
 OTHERWISE = {"call": -1, "preprocessed": "mixed", "forward": "", "how": "", "space": ""}
 UNLIKE: dict[str, Any] = OTHERWISE | dict.fromkeys(
     ("grid_size", "rows_per_forward", "seconds_per_step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,12 @@ def _make_receipts(job: Job, results: Results) -> dict[str, Receipt]:
     classes = labels = None
     if plan.objective is not None and (classes := _find_classes(job, results)) is not None:
         labels = name_classes(prepared.labels, classes, plan.objective.point.layer)
-    rates = job.rates if any(job.rates) else None
+    origins = {
+        "source_rates": tuple([each.rate for each in job.origins]),
+        "source_frames": tuple([each.frames for each in job.origins]),
+        "source_seconds": tuple([each.seconds for each in job.origins]),
+    }
+    known: dict[str, Any] = {name: values for name, values in origins.items() if any(values)}
     token_counts = None if mask is None else tuple(mask.sum(1).tolist())  # without padding
     return {
         result.key: replace(
@@ -74,7 +80,7 @@ def _make_receipts(job: Job, results: Results) -> dict[str, Receipt]:
             labels=labels if result.capture.point.site in GRADIENTS else None,
             token_counts=token_counts if result.capture.info.token_axes else None,
             truncated=cut,
-            source_rates=rates,
+            **known,
         )
         for result in plan.results
     }

@@ -24,6 +24,7 @@ from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec, read_mask
 from layertap.models.inputs.preprocess import Preprocessing, compute_least_size, make_row, normalize
 from layertap.models.inputs.sound import SoundProcessor
+from layertap.models.inputs.video import VideoProcessor
 from layertap.models.spec import InputSpec, PreprocessSpec
 from layertap.service.engine.execute.item_rows import (
     choose_tower,
@@ -32,7 +33,7 @@ from layertap.service.engine.execute.item_rows import (
     is_pixels,
     shape_arrays,
 )
-from layertap.service.engine.rows import Attempt, CutRows, Items, Rows
+from layertap.service.engine.rows import Attempt, CutRows, Items, Origin, Rows
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.features import Array
 from layertap.service.inputs.arrays import require_finite
@@ -40,12 +41,14 @@ from layertap.service.inputs.images import decode_image, get_plain_jpeg_size
 from layertap.service.inputs.items import (
     ArraysItem,
     EncodedItem,
+    FramesItem,
     LocalItem,
     SamplesItem,
     TextItem,
     TokensItem,
 )
 from layertap.service.inputs.sounds import decode_sound, fit_sound, read_samples
+from layertap.service.inputs.videos import decode_video
 from layertap.service.settings import Settings
 
 CHARACTERS = 16  # of a text, for each token that a model takes: bounds the time of the tokenizer
@@ -58,9 +61,8 @@ def try_to_decode(
     item: LocalItem, inputs: ModelInputs, settings: Settings, in_worker: bool = False
 ) -> Sequence[Attempt]:
     """Decode one item: its rows or its error; raises nothing that the sender should not see."""
-    if isinstance(item, EncodedItem) and item.is_tiff and not in_worker:
-        detail = "TIFF is decoded in worker processes only, of which this model has none"
-        return [UnsupportedMediaError(detail, hint="save the picture as PNG, or send its pixels as an array")]
+    if not in_worker and (error := _find_lack_of_workers(item, inputs)) is not None:
+        return [error]
     try:
         return decode_item(item, inputs, settings)
     except (InputError, TooLargeError, UnsupportedMediaError) as error:
@@ -69,6 +71,18 @@ def try_to_decode(
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
         return [no_memory_error()]
+
+
+def _find_lack_of_workers(item: LocalItem, inputs: ModelInputs) -> UnsupportedMediaError | None:
+    """The refusal of what only worker processes decode: libtiff and FFmpeg know so many kinds."""
+    files = item.frames if isinstance(item, FramesItem) else [item] if isinstance(item, EncodedItem) else []
+    if any(each.is_tiff for each in files):
+        detail = "TIFF is decoded in worker processes only, of which this model has none"
+        return UnsupportedMediaError(detail, hint="save the picture as PNG, or send its pixels as an array")
+    if isinstance(item, EncodedItem) and inputs.video is not None:
+        detail = "videos are decoded in worker processes only, of which this model has none"
+        return UnsupportedMediaError(detail, hint="send the frames as 'images', or as an array")
+    return None
 
 
 def refuse_here(given: object, *_: object) -> NoReturn:
@@ -88,12 +102,16 @@ def decode_item(item: LocalItem, inputs: ModelInputs, settings: Settings) -> lis
     of these. The numbers of a batch with more rows than allowed are not checked.
     """
     inputs = choose_tower(item, inputs)
+    if isinstance(item, FramesItem) or (inputs.video is not None and isinstance(item, EncodedItem)):
+        return [make_video_row(item, inputs, settings)]
     if isinstance(item, SamplesItem) or (isinstance(item, EncodedItem) and inputs.sound is not None):
         row = make_sound_row(item, inputs, settings)
         return [_find_error(row, inputs) or row]
     if isinstance(item, EncodedItem):
         return [decode_picture(item, inputs, settings)]
     if is_pixels(item, inputs):
+        if inputs.video is not None:
+            return [make_video_row(video, inputs, settings) for video in get_pictures(item, inputs)]
         return [_fit_pixels(item, inputs, settings)]
     rows = _convert_arrays(item, inputs, settings) if isinstance(item, ArraysItem) else _tokenize(item, inputs)
     count = len(next(iter(rows.values())))
@@ -126,13 +144,13 @@ def _find_error(rows: Rows, inputs: ModelInputs) -> InputError | None:
 
 def get_preprocessing(inputs: ModelInputs) -> Preprocessing:
     """How pictures become a model's rows; InputError if it takes none."""
-    if not isinstance(inputs.preprocess, SoundProcessor | None) and inputs.takes_pictures:
+    if not isinstance(inputs.preprocess, SoundProcessor | VideoProcessor | None) and inputs.takes_pictures:
         return inputs.preprocess
     reason = f": {inputs.no_pictures}" if inputs.no_pictures else ""
     kind, hint = "tensors", f"send {_describe_inputs(inputs)}"
     if inputs.text is not None and inputs.text.takes_text:
         kind, hint = "text", 'send {"text": "a cat"}' if inputs.text.encode else TOKENS_HINT
-    raise InputError(f"model {inputs.model} takes {kind}, not pictures or sounds{reason}", hint=hint)
+    raise InputError(f"model {inputs.model} takes {kind}, not pictures, sounds or videos{reason}", hint=hint)
 
 
 def decode_picture(item: EncodedItem, inputs: ModelInputs, settings: Settings) -> CutRows:
@@ -163,7 +181,31 @@ def make_sound_row(item: EncodedItem | SamplesItem, inputs: ModelInputs, setting
         sound = read_samples(item.samples, item.rate, *limits)
     samples = fit_sound(sound, processor.rate, processor.channels)
     row = processor.make_row(samples, tuple(spec.name for spec in inputs.specs))
-    return CutRows(row, processor.count_cut(samples.shape[-1]), sound.rate)
+    return CutRows(row, processor.count_cut(samples.shape[-1]), Origin(sound.rate))
+
+
+def make_video_row(item: EncodedItem | FramesItem | Array, inputs: ModelInputs, settings: Settings) -> CutRows:
+    """A video, the pictures of its frames, or frames (frames, height, width, 3) as a row; InputError, TooLargeError."""
+    if (processor := inputs.video) is None:
+        raise InputError(f"model {inputs.model} takes no videos", hint=f"send {_describe_inputs(inputs)}")
+
+    def make(image: Image.Image) -> Tensor:
+        _check_picture(processor.each, settings, image.width, image.height)
+        return processor.make_frame(image)
+
+    seconds: Sequence[float] = ()
+    if isinstance(item, EncodedItem):
+        made, numbers, seconds = decode_video(item.data, processor.choose_frames, make, settings)
+    elif isinstance(item, FramesItem):
+        numbers = processor.choose_frames(len(item.frames))
+        files = [item.frames[number].data for number in numbers]
+        decode = partial(decode_image, max_pixels=settings.max_pixels, background=processor.each.background)
+        made = [make(decode(data).image) for data in files]
+    else:
+        numbers = processor.choose_frames(len(item))
+        made = [make(Image.fromarray(np.ascontiguousarray(item[number]))) for number in numbers]
+    row = processor.join_frames(made)[None]
+    return CutRows({inputs.specs[0].name: row}, origin=Origin(0, tuple(numbers), tuple(seconds)))
 
 
 def decode_on_device(item: EncodedItem, inputs: ModelInputs, settings: Settings) -> Tensor | None:
@@ -197,13 +239,18 @@ def _fit_pixels(item: ArraysItem, inputs: ModelInputs, settings: Settings) -> Ro
     """
     spec, pictures = get_preprocessing(inputs), get_pictures(item, inputs)
     height, width = pictures.shape[1:3]
+    _check_picture(spec, settings, width, height)
+    images = [Image.fromarray(np.ascontiguousarray(picture)) for picture in pictures]
+    rows = [make_row(image, spec, fast=inputs.decode == "fast") for image in images]
+    return {inputs.specs[0].name: torch.stack(rows)}
+
+
+def _check_picture(spec: Preprocessing, settings: Settings, width: int, height: int) -> None:
+    """TooLargeError for a picture that has too many pixels, or would have once resized."""
     if height * width > settings.max_pixels:
         detail = f"the picture has {height * width} pixels ({width} by {height}); the limit is {settings.max_pixels}"
         raise TooLargeError(detail, hint="send a smaller picture")
     _check_resized(spec, settings.max_resized_pixels, width, height)
-    images = [Image.fromarray(np.ascontiguousarray(picture)) for picture in pictures]
-    rows = [make_row(image, spec, fast=inputs.decode == "fast") for image in images]
-    return {inputs.specs[0].name: torch.stack(rows)}
 
 
 def _check_resized(how: Preprocessing, limit: int, width: int, height: int) -> None:
@@ -388,5 +435,6 @@ def _pad_rows(rows: Rows, size: int, text: TextSpec) -> dict[str, Tensor]:
 
 def _describe_inputs(inputs: ModelInputs) -> str:
     """A description of each input of a model."""
-    media = "" if inputs.preprocess is None else "pictures, or " if inputs.sound is None else "sounds, or "
+    kind = "videos" if inputs.video is not None else "sounds" if inputs.sound is not None else "pictures"
+    media = f"{kind}, or " if inputs.preprocess is not None else ""
     return media + "; ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in inputs.specs)

@@ -86,8 +86,8 @@ def choose_tower(item: object, inputs: ModelInputs) -> ModelInputs:
 
 
 def is_pixels(item: object, inputs: ModelInputs) -> TypeGuard[ArraysItem]:
-    """Whether an item is decoded pictures: bytes, for a model whose pictures the server preprocesses."""
-    if not isinstance(item, ArraysItem) or not inputs.takes_pictures:
+    """Whether an item is decoded pictures or videos: bytes, for a model whose pictures the server preprocesses."""
+    if not isinstance(item, ArraysItem) or not (inputs.takes_pictures or inputs.video):
         return False
     return all(array.dtype == np.uint8 for array in item.arrays.values())
 
@@ -95,11 +95,17 @@ def is_pixels(item: object, inputs: ModelInputs) -> TypeGuard[ArraysItem]:
 def get_pictures(item: ArraysItem, inputs: ModelInputs) -> Array:
     """The pictures of an item as (pictures, height, width, 3); InputError if its shape is not that of pictures.
 
-    The channels are the last axis, or the first of a picture.
+    The channels are the last axis, or the first of a picture. Videos: (videos, frames, height, width, 3).
     """
     (array,) = _name_arrays(item, inputs).values()
-    batch = array if item.may_batch and array.ndim == 4 else array[None]
+    axes = 3 if inputs.video is None else 4
+    batch = array if item.may_batch and array.ndim == axes + 1 else array[None]
     shape = list(array.shape)
+    if inputs.video is not None:
+        if batch.ndim != axes + 1 or batch.shape[-1] != CHANNELS or 0 in batch.shape:
+            hint = f"send [frames, height, width, {CHANNELS}], or floats as the model takes them"
+            raise InputError(f"bytes of shape {shape} are no video", hint=hint)
+        return batch
     if batch.ndim != 4 or CHANNELS not in (batch.shape[1], batch.shape[3]):
         raise InputError(
             f"bytes of shape {shape} are no picture",

@@ -43,7 +43,7 @@ def _find_target(item: InputItem, inputs: ModelInputs, fetcher: Fetcher) -> Fetc
     if not isinstance(item, UrlItem):
         return item
     try:
-        if inputs.sound is None:
+        if not inputs.takes_media:
             get_preprocessing(inputs)
         return fetcher.parse_url(item.url)
     except InputError as error:

@@ -26,7 +26,17 @@ from layertap.service.engine.limits import show_shapes
 from layertap.service.engine.prepare.planned_request import PlannedRequest
 from layertap.service.engine.prepare.planner import Planner
 from layertap.service.engine.prepare.sources import prepare_sources
-from layertap.service.engine.rows import Attempt, CutRows, Fetched, Items, Rows, get_row_shapes, join_rows
+from layertap.service.engine.rows import (
+    NO_ORIGIN,
+    Attempt,
+    CutRows,
+    Fetched,
+    Items,
+    Origin,
+    Rows,
+    get_row_shapes,
+    join_rows,
+)
 from layertap.service.engine.schedule.scheduler import Scheduler
 from layertap.service.engine.short_work import run_if_long
 from layertap.service.errors import UnsupportedMediaError
@@ -45,14 +55,14 @@ class DecodedRows:
     """Rows of one shape, their items, and the first item's index in the request.
 
     ``cut``: how many tokens of each text, or samples of each sound, were left out; for pictures, whether pages were.
-    ``rates``: those of sounds as they were sent.
+    ``origins``: where rows of sounds and videos are from.
     """
 
     rows: dict[str, Tensor]
     items: Sequence[Fetched] = ()
     input_index: int = 0
     cut: tuple[int, ...] = ()
-    rates: tuple[int, ...] = ()
+    origins: tuple[Origin, ...] = ()
 
 
 class JobMaker:
@@ -246,7 +256,7 @@ def make_job(planned: PlannedRequest, part: DecodedRows, faults: Faults, ticket:
         faults=faults,
         tokens=tokens,
         cut=part.cut,
-        rates=part.rates,
+        origins=part.origins,
         warnings=(PAIRS,) if text and text.count_pairs(rows) else (),
     )
 
@@ -292,8 +302,8 @@ def _sort_attempts(
                 detail = f"an output of {inputs.specs[0].name!r} has another shape than {show_shapes(shapes)}"
                 faults.append(Fault(detail, f"send shape {show_shapes(inputs.shapes)}", input=index))
                 continue
-            cut, rates = ((attempt.cut,), (attempt.rate,)) if isinstance(attempt, CutRows) else ((), ())
-            parts.append(DecodedRows(dict(attempt), (item,), index, cut, rates))
+            cut, origins = ((attempt.cut,), (attempt.origin,)) if isinstance(attempt, CutRows) else ((), ())
+            parts.append(DecodedRows(dict(attempt), (item,), index, cut, origins))
     every = _sort_faults(before, faults)
     if every and (request.on_error == "fail" or not parts):
         raise RequestError.from_faults(every)
@@ -313,8 +323,10 @@ def _join_parts(parts: Sequence[DecodedRows], inputs: ModelInputs) -> Sequence[D
     items = [item for part in parts for item in part.items]
     none = [(0,) * len(next(iter(part.rows.values()))) for part in parts]
     cut = chain.from_iterable(part.cut or zeros for part, zeros in zip(parts, none, strict=True))
-    rates = chain.from_iterable(part.rates or zeros for part, zeros in zip(parts, none, strict=True))
-    return [DecodedRows(join_rows(rows), items, parts[0].input_index, tuple(cut), tuple(rates))]
+    origins = chain.from_iterable(
+        part.origins or (NO_ORIGIN,) * len(zeros) for part, zeros in zip(parts, none, strict=True)
+    )
+    return [DecodedRows(join_rows(rows), items, parts[0].input_index, tuple(cut), tuple(origins))]
 
 
 def _sort_faults(before: Faults, more: Sequence[Fault]) -> Faults:

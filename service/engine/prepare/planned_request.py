@@ -9,13 +9,13 @@ from functools import cached_property
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.inputs.sound import SoundProcessor
+from layertap.models.inputs.preprocess import LibraryProcessor
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.plan import Plan, check_rows_fit
 from layertap.models.run import fingerprint, verification
 from layertap.models.run.compiled_plan import find_compiled_plan
 from layertap.models.run.resumption import Resumption
-from layertap.models.spec import Preprocessed, Shapes
+from layertap.models.spec import Preprocessed, PreprocessSpec, Shapes
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.prepared_request import NO_PLAN, ForwardSpec, PreparedRequest
 from layertap.service.engine.request import ExtractRequest
@@ -69,7 +69,7 @@ class PlannedRequest:
         its batches are as large as memory allows (unless the request sets ``decode_with_batch``).
         """
         preprocess = self.inputs.preprocess
-        is_sized = not isinstance(preprocess, SoundProcessor | None) and preprocess.output_size is not None
+        is_sized = isinstance(preprocess, PreprocessSpec | LibraryProcessor) and preprocess.output_size is not None
         is_known = is_sized and self.shapes == self.catalog_shapes and not self.apart
         if not is_known or not self.handle.executor.decodes_batches:
             return False

@@ -233,8 +233,11 @@ def test_replies(live: Live, document: Json) -> None:
 
 
 RARE = {
-    # Of a compiled plan, which takes long to compile; of windows, layers that take several inputs of a row; of sounds.
-    "Receipt": {"forward", "entries_per_row", "row_order", "truncated", "source_rates", "seconds_per_step"},
+    # Of a compiled plan, which takes long to compile; of windows: layers that take several inputs of a row; of media.
+    "Receipt": {
+        *("forward", "entries_per_row", "row_order", "truncated"),
+        *("source_rates", "seconds_per_step", "source_frames", "source_seconds"),
+    },
     "ComparisonReply": {"warnings"},
     "Checkpoint": {"adapter"},  # of a folder of peft
     "Tensor": {"heads"},  # of a function
@@ -250,6 +253,7 @@ RARE = {
     "Replacement": {"state", "reason"},
     "LibraryPreprocessing": {"processor", "settings", "background", "decode"},  # of a folder of transformers
     "SoundPreprocessing": {"processor", "settings", "rate", "channels", "sound"},  # of a folder of transformers
+    "VideoPreprocessing": {"frames", "sampling", "each"},
     "ReloadReply": {"added", "removed", "changed", "aliases", "default"},  # of a server with a file
 }
 OF_FILES = {("put", "/models/{name}"), ("post", "/models/reload"), ("put", "/projections/{digest}")}  # not sent here

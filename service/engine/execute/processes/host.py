@@ -23,6 +23,7 @@ from layertap.models.errors import Failure, LayertapError, LoadError, make_load_
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.inputs.preprocess import LibraryProcessor
 from layertap.models.inputs.sound import SoundProcessor
+from layertap.models.inputs.video import VideoProcessor
 from layertap.models.loading import load_model
 from layertap.models.run.compiled_plan import CompiledPlan
 from layertap.models.run.loaded_model import LoadedModel
@@ -163,6 +164,8 @@ def _describe(model: LoadedModel) -> ModelInfo:
     inputs, text = model.model_inputs, model.text
     if isinstance(how := inputs.preprocess, (LibraryProcessor, SoundProcessor)):
         inputs = replace(inputs, preprocess=replace(how, **NOT_HERE))
+    elif isinstance(how, VideoProcessor) and isinstance(how.each, LibraryProcessor):
+        inputs = replace(inputs, preprocess=replace(how, each=replace(how.each, **NOT_HERE)))
     if text is not None and text.encode is not None and not _is_light(text):
         refused = refuse_here if text.encode_pair else None
         inputs = replace(inputs, text=replace(text, encode=refuse_here, encode_pair=refused, encoders={}))

@@ -24,7 +24,7 @@ from layertap.service.engine.execute.processes.model_host import ModelHost, OnRe
 from layertap.service.engine.execute.processes.process_executor import ProcessExecutor
 from layertap.service.engine.execute.processes.worker_decoder import WorkerDecoder
 from layertap.service.engine.execute.processes.worker_pool import WorkerPool
-from layertap.service.inputs.items import EncodedItem, SamplesItem
+from layertap.service.inputs.items import EncodedItem, FramesItem, SamplesItem
 from layertap.service.metrics import Metrics
 from layertap.service.settings import MIN_WORKER_MEMORY_BYTES, Settings
 
@@ -57,7 +57,7 @@ def load(
 def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> Executor:
     """The executor of a loaded model; ``metrics`` as for ``load``.
 
-    If the model's device, or the first of several, is not the CPU, worker processes decode its pictures or sounds.
+    If the model's device, or the first of several, is not the CPU, worker processes decode its files.
     """
     if isinstance(model, HostedModel):
         return ProcessExecutor(model, WorkerPool(model.host), settings)
@@ -94,7 +94,7 @@ def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_res
 
 
 def create_decoder(model: LoadedModel, settings: Settings, on_restart: OnRestart) -> WorkerDecoder:
-    """Start processes that decode pictures or sounds for a model in this process; LoadError. ``on_restart`` as above.
+    """Start processes that decode files for a model in this process; LoadError. ``on_restart`` as above.
 
     Texts are tokenized here, because a tokenizer can't be sent to another process.
     """
@@ -102,9 +102,8 @@ def create_decoder(model: LoadedModel, settings: Settings, on_restart: OnRestart
     options = HostOptions(model.spec, settings, (), choose_worker_bytes(settings), plans=None, pictures=pictures)
     host = ModelHost(options, on_restart)
     host.load()
-    return WorkerDecoder(
-        WorkerPool(host), settings, settings.cpu_threads, model.model_inputs, (EncodedItem, SamplesItem)
-    )
+    kinds = (EncodedItem, FramesItem, SamplesItem)
+    return WorkerDecoder(WorkerPool(host), settings, settings.cpu_threads, model.model_inputs, kinds)
 
 
 def choose_worker_bytes(settings: Settings) -> int:

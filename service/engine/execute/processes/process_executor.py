@@ -7,6 +7,7 @@ from typing import Any
 
 from layertap.models.errors import LayertapError, out_of_memory_error
 from layertap.models.inputs.preprocess import LibraryProcessor
+from layertap.models.inputs.video import VideoProcessor
 from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.batch import CPU, Batch, BatchFailures, BatchResult, SliceResult, UndecodedError
 from layertap.service.engine.execute.batch_runner import refuse
@@ -23,7 +24,7 @@ from layertap.service.engine.execute.processes.worker_process import (
     killed_error,
 )
 from layertap.service.errors import ForwardError, UnavailableError, ending_error
-from layertap.service.inputs.items import ArraysItem, EncodedItem, SamplesItem, TextItem
+from layertap.service.inputs.items import ArraysItem, EncodedItem, FramesItem, SamplesItem, TextItem
 from layertap.service.settings import Settings
 
 DIED = "the model's process ended"
@@ -37,8 +38,10 @@ class ProcessExecutor(Executor):
     decodes_batches = True
 
     def __init__(self, model: ModelInfo, workers: WorkerPool, settings: Settings) -> None:
-        kinds: tuple[type, ...] = (EncodedItem, SamplesItem, TextItem)
-        if isinstance(model.model_inputs.preprocess, LibraryProcessor):  # decoded pictures go through it, too
+        kinds: tuple[type, ...] = (EncodedItem, FramesItem, SamplesItem, TextItem)
+        if isinstance(
+            model.model_inputs.preprocess, LibraryProcessor | VideoProcessor
+        ):  # decoded pictures go through it, too
             kinds += (ArraysItem,)
         self.decoder = WorkerDecoder(workers, settings, PARTS_AT_ONCE, model.model_inputs, kinds)
         super().__init__(model, (CPU,) * settings.workers, self.decoder)

@@ -76,7 +76,7 @@ class DecodingWorker:
 
     def _decode_item(self, number: int, item: LocalItem) -> Sequence[Attempt]:
         progress = self._progress
-        prints = isinstance(item, EncodedItem) and (item.is_tiff or self._inputs.sound is not None)
+        prints = isinstance(item, EncodedItem) and (item.is_tiff or not self._inputs.takes_pictures)
         progress.since, progress.item = time.monotonic(), number
         signal.setitimer(signal.ITIMER_REAL, self._settings.decode_timeout_s)  # kills this process
         try:

@@ -35,6 +35,8 @@ def test_limits(limited: Live) -> None:
         "max_resized_pixels": 40_000,
         "max_sound_s": 300,
         "max_samples": 50_000_000,
+        "max_video_s": 120.0,
+        "max_video_frames": 4096,
         "max_results": 8,
         "max_changed_inputs": 16_384,
         "max_reply_bytes": 400_000,

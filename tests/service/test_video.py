@@ -1,0 +1,382 @@
+"""Videos: the frames that are taken of files and arrays become what the library's own processor and model make."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import av
+import httpx
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from torchvision.models import get_model_weights
+
+from layertap.models.errors import InputError
+from layertap.models.sources.build import build_model
+from layertap.models.spec import ModelSpec
+from layertap.service.inputs.videos import decode_video
+from layertap.service.settings import Settings
+from layertap_client import Client
+from tests.oracle import Key, record
+from tests.server import Live
+from tests.service.cli.commands import Command
+from tests.service.conftest import Serve
+from tests.service.support import Array, Json, arrays_of, configured, npy, problem, raw, tensor, text64
+from tests.service.support import encode as encode_picture
+from tests.video_folders import FRAMES, KINDS, Frames, choose, draw, encode, load, make_features, run
+
+QUICK = ("videomae", "vjepa2")
+HIDDEN = ".[last_hidden_state]"
+MP4, FILE = encode(draw(21)), "clip.mp4"
+LIMITS: dict[str, Any] = {"max_video_s": 5.0, "max_video_frames": 40, "max_pixels": 100_000}
+
+
+class Folders:
+    """Folders as the library saves them, and its own modules."""
+
+    def __init__(self, root: Path, names: tuple[str, ...]) -> None:
+        self.root = root
+        self.modules = {name: KINDS[name].save(root / name) for name in names}
+
+    def compute(self, name: str, frames: Frames) -> dict[Key, Array]:
+        """What hooks on the library's model see of the frames that are taken of all ``frames`` of a video."""
+        features = make_features(self.root / name, frames[choose(len(frames))])
+        return {key: value.numpy() for key, value in run(self.modules[name], features).items()}
+
+    def hidden(self, frames: Frames) -> Array:
+        return self.compute("videomae", frames)[".", 0, ("last_hidden_state",), "output"]
+
+    def spec(self, name: str) -> ModelSpec:
+        return ModelSpec(name, f"transformers:{self.root / name}", device="cpu")
+
+
+class Files(SimpleHTTPRequestHandler):
+    """Serves the files of a directory."""
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory.mktemp("videos"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def address(folders: Folders) -> Iterator[str]:
+    """The address of a server that has a video."""
+    (folders.root / FILE).write_bytes(MP4)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=folders.root)) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def live(serve: Serve, folders: Folders, address: str) -> Iterator[Live]:
+    urls = {"allow_urls": address, "allow_private_urls": address}
+    with serve(configured(*map(folders.spec, QUICK)), workers=1, **LIMITS, **urls) as live:
+        yield live
+
+
+def ask(live: Live, *inputs: Json, model: str = "videomae", **fields: Any) -> httpx.Response:
+    body = {"model": model, "layers": [HIDDEN], "encoding": "base64", "inputs": list(inputs), **fields}
+    return live.client.post("/extract", json=body)
+
+
+def video(data: bytes) -> Json:
+    return {"video": text64(data)}
+
+
+def close(found: Array, expected: Array) -> None:
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def check_layers(live: Live, name: str, compute: Callable[[Frames], dict[Key, Array]], taken: int = FRAMES) -> None:
+    """Every layer of a model, and which frames were taken."""
+    for length in (21, 33):
+        data = encode(draw(length, seed=length))
+        reply = live.client.post("/extract", **raw(data, "video/mp4", model=name, layers="*,.", encoding="base64"))
+        found, receipts = arrays_of(reply), reply.json()["receipts"]
+        expected = compute(load(data))
+        assert len(found) > 10
+        for key, values in found.items():
+            path = tuple(part.rstrip("]") for part in receipts[key].get("path", "").split("[")[1:])
+            place = receipts[key]["layer"], receipts[key]["call"]
+            paths = [of[2] for of in expected if (*of[:2], of[3]) == (*place, "output")]
+            close(values, expected[(*place, path if path in paths else paths[0], "output")])
+            assert receipts[key]["source_frames"] == [choose(length, taken)]
+            np.testing.assert_allclose(receipts[key]["source_seconds"], [[n / 10 for n in choose(length, taken)]])
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_layers(live: Live, folders: Folders, name: str) -> None:
+    """A folder is served without any input in the configuration, each layer with the library's own values."""
+    check_layers(live, name, partial(folders.compute, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - set(QUICK)))
+def test_further_layers(serve: Serve, tmp_path: Path, name: str) -> None:
+    """So are the others."""
+    folders = Folders(tmp_path, (name,))
+    with serve(configured(folders.spec(name)), workers=1) as live:
+        check_layers(live, name, partial(folders.compute, name))
+
+
+@pytest.mark.slow
+def test_torchvision(serve: Serve) -> None:
+    """A model of torchvision takes 16 frames, by the preset of its weights."""
+    spec = ModelSpec("r3d", "torchvision:r3d_18", weights="random:0", device="cpu")
+    module = build_model(spec).module
+    preset = get_model_weights("r3d_18").DEFAULT.transforms()
+
+    def compute(frames: Frames) -> dict[Key, Array]:
+        clip = torch.from_numpy(frames[choose(len(frames), 16)]).permute(0, 3, 1, 2)
+        return {key: value.numpy() for key, value in record(module, preset(clip)[None]).items()}
+
+    with serve(configured(spec, load="startup"), workers=1) as live:
+        check_layers(live, "r3d", compute, 16)
+
+
+@pytest.mark.parametrize(
+    "name", ["s3d", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mvit_v2_s", "swin3d_t"))]
+)
+def test_presets(name: str) -> None:
+    """The rows of torchvision's other models are those of their presets, for a whole clip."""
+    built = build_model(ModelSpec("m", f"torchvision:{name}", weights="random:0", device="cpu"))
+    how, clip = built.preprocess, draw(16)
+    row = how.join_frames([how.make_frame(Image.fromarray(each)) for each in clip])  # type: ignore[union-attr]
+    expected = get_model_weights(name).DEFAULT.transforms()(torch.from_numpy(clip).permute(0, 3, 1, 2))
+    assert row.shape == expected.shape == built.inputs[0].shape
+    torch.testing.assert_close(row, expected)
+
+
+def test_lengths(live: Live, folders: Folders) -> None:
+    """Videos of several lengths, of several clients at once: each has the values that it has alone."""
+    videos = [encode(draw(length, seed=length)) for length in (4, 21, 5, 30)]
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda _: ask(live, *map(video, videos)), range(4)))
+    expected = np.concatenate([folders.hidden(load(each)) for each in videos])
+    for reply in replies:
+        close(arrays_of(reply)[HIDDEN], expected)
+        assert reply.json()["receipts"][HIDDEN]["source_frames"] == [choose(length) for length in (4, 21, 5, 30)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"), [("mp4", "libx264"), ("webm", "libvpx"), ("webm", "libvpx-vp9"), ("gif", "gif")]
+)
+def test_files(live: Live, folders: Folders, kind: str, codec: str) -> None:
+    """Each kind of file gives the frames that PyAV decodes, those that depend on later ones too."""
+    data = encode(draw(21), kind, codec=codec)
+    close(arrays_of(ask(live, video(data)))[HIDDEN], folders.hidden(load(data)))
+
+
+def test_turned(live: Live, folders: Folders) -> None:
+    """A video that was recorded with the camera on its side is turned upright."""
+    place = MP4.index(b"tkhd") + 4 + 40  # the matrix: a quarter turn clockwise, as cameras write it
+    turn = b"".join(each.to_bytes(4, "big", signed=True) for each in (0, 1 << 16, 0, -(1 << 16), 0, 0))
+    turned = MP4[:place] + turn + MP4[place + len(turn) :]
+    frames = np.rot90(load(MP4), -1, (1, 2))
+    close(arrays_of(ask(live, video(turned)))[HIDDEN], folders.hidden(frames))
+
+
+def test_forms(live: Live, folders: Folders) -> None:
+    """Bodies, parts, base64, URLs, arrays of frames and lists of pictures: one and the same."""
+    frames = load(MP4)
+    query = {"model": "videomae", "layers": HIDDEN, "encoding": "base64"}
+    replies = [
+        ask(live, video(MP4)),
+        ask(live, {"video": f"data:video/mp4;base64,{text64(MP4)}"}),
+        ask(live, tensor(frames)),
+        ask(live, {"images": [text64(encode_picture(each)) for each in frames]}),
+        live.client.post("/extract", **raw(MP4, "video/mp4", **query)),
+        live.client.post("/extract", **raw(npy(frames), "application/x-npy", **query)),
+        live.client.post("/extract", files=[("video", MP4)], params=query),
+        live.client.post("/extract", files=[("tensors", npy(frames))], params=query),
+    ]
+    expected = folders.hidden(frames)
+    for reply in replies:
+        close(arrays_of(reply)[HIDDEN], expected)
+        assert reply.json()["receipts"][HIDDEN]["source_frames"] == [choose(21)]
+    assert len({reply.json()["fingerprint"] for reply in replies}) == 1
+    both = live.client.post("/extract", **raw(npy(np.stack([frames, frames[::-1]])), "application/x-npy", **query))
+    close(arrays_of(both)[HIDDEN], np.concatenate([expected, folders.hidden(frames[::-1])]))
+
+
+def test_urls(live: Live, folders: Folders, address: str) -> None:
+    """A video at a URL is fetched where pictures are."""
+    close(arrays_of(ask(live, {"url": f"http://{address}/{FILE}"}))[HIDDEN], folders.hidden(load(MP4)))
+
+
+def test_features(live: Live, folders: Folders) -> None:
+    """Rows that the caller made are taken as tensors, under another fingerprint."""
+    frames = load(MP4)
+    features = make_features(folders.root / "videomae", frames[choose(21)])["pixel_values"].numpy()
+    reply, of_file = ask(live, tensor(features[0])), ask(live, video(MP4))
+    close(arrays_of(reply)[HIDDEN], arrays_of(of_file)[HIDDEN])
+    assert reply.json()["fingerprint"] != of_file.json()["fingerprint"]
+    mixed = arrays_of(ask(live, tensor(features[0]), video(MP4)))[HIDDEN]
+    close(mixed, np.repeat(folders.hidden(frames), 2, 0))
+
+
+@pytest.mark.slow
+def test_texts_and_videos(serve: Serve, tmp_path: Path) -> None:
+    """The two towers of X-CLIP put texts and videos into one space."""
+    folders, tokens = Folders(tmp_path, ("xclip",)), [0, 5, 7, 1]
+    with serve(configured(folders.spec("xclip")), workers=1) as live:
+        one, other = (
+            live.client.post("/extract", json={"model": "xclip", "encoding": "base64", "inputs": [each]})
+            for each in ({"tokens": tokens}, video(MP4))
+        )
+        probed = live.client.get("/models/xclip/probe").json()["receipts"]
+    ((key, receipt),) = one.json()["receipts"].items()
+    with torch.no_grad():
+        expected = folders.modules["xclip"].get_text_features(torch.tensor([tokens])).pooler_output.numpy()
+    close(arrays_of(one)[key], expected)
+    assert receipt["space"] == other.json()["receipts"][key]["space"]
+    assert probed[key]["probe"]["input"] == "video"
+
+
+def audio_only() -> bytes:
+    stream = BytesIO()
+    with av.open(stream, "w", format="mp4") as file:
+        track = file.add_stream("aac", rate=16000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 16000), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 16000
+        file.mux(track.encode(frame))
+        file.mux(track.encode())
+    return stream.getvalue()
+
+
+def patch(data: bytes, tag: bytes, offset: int, *numbers: int) -> bytes:
+    """A file with other numbers, of four bytes each, behind a tag."""
+    place, written = data.index(tag) + len(tag) + offset, b"".join(each.to_bytes(4, "big") for each in numbers)
+    return data[:place] + written + data[place + len(written) :]
+
+
+FRAGMENTS = encode(draw(21), movflags="frag_keyframe+empty_moov")
+BAD: dict[str, tuple[Callable[[], Json], int, str]] = {
+    "no video": (lambda: video(b"no video at all"), 422, "of a known format"),
+    "a playlist": (lambda: video(b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n"), 422, "of a known format"),
+    "a list of files": (lambda: video(b"ffconcat version 1.0\nfile /etc/passwd\n"), 422, "of a known format"),
+    "a picture": (lambda: {"image": text64(encode_picture(draw(1)[0]))}, 422, "of a known format"),
+    "a sound": (lambda: video(audio_only()), 422, "no video"),
+    "only a head": (lambda: video(b"\0\0\0\x18ftypisom\0\0\0\0isomiso2"), 422, "can't be decoded"),
+    "a cut MP4": (lambda: video(MP4[:-300]), 422, "cut short"),
+    "cut fragments": (lambda: video(FRAGMENTS[:-800]), 422, "cut short"),
+    "a cut WebM": (lambda: video(encode(draw(21), "webm")[:-300]), 422, "cut short"),
+    "a cut GIF": (lambda: video(encode(draw(21), "gif")[:-300]), 422, "cut short"),
+    "a claim of many frames": (lambda: video(patch(MP4, b"stsz", 4, 1, 10**8)), 422, "0 frames"),
+    "a claim of more fragments": (lambda: video(patch(FRAGMENTS, b"trun", 4, 4 * 10**8)), 422, "can't be decoded"),
+    "few frames": (lambda: video(encode(draw(3))), 422, "3 frames, and the model takes 4"),
+    "few pictures": (lambda: {"images": [text64(encode_picture(draw(1)[0]))]}, 422, "1 frames, and the model takes 4"),
+    "no frames": (lambda: tensor(np.zeros((0, 8, 8, 3), np.uint8)), 422, "are no video"),
+    "channels first": (lambda: tensor(np.zeros((4, 3, 8, 8), np.uint8)), 422, "are no video"),
+    "a text": (lambda: {"text": "a cat"}, 422, "takes no text"),
+    "samples": (lambda: {**tensor(np.zeros(800, np.float32)), "rate": 8000}, 422, "takes no sounds"),
+    "seconds": (lambda: video(encode(draw(21), rate=2)), 413, "10.5 s, the limit is 5"),
+    "frames": (lambda: video(encode(draw(45))), 413, "41 frames, the limit is 40"),
+    "pixels": (lambda: video(encode(draw(4, size=(400, 300)))), 413, "120000 pixels"),
+    "pixels that a head hides": (
+        lambda: video(patch(encode(draw(4, size=(400, 300))), b"mp4v", 24, 0x00400030)),
+        413,
+        "120000 pixels",
+    ),
+    "pixels of an array": (lambda: tensor(np.zeros((4, 400, 300, 3), np.uint8)), 413, "120000 pixels"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(live: Live, name: str) -> None:
+    """What is no video, too large, or made to harm is refused with the reason, and nothing else."""
+    make, status, expected = BAD[name]
+    assert expected in str(problem(ask(live, make()), status))
+    if status == 422:
+        assert [len(each) for each in arrays_of(ask(live, make(), video(MP4), on_error="skip")).values()] == [1]
+
+
+@pytest.mark.slow
+def test_killed_decoder(live: Live) -> None:
+    """A file that keeps its decoder busy loses it; the next one is answered."""
+    bomb = patch(patch(MP4, b"stsz", 4, 1, 5 * 10**7), b"stsc", 12, 5 * 10**7)
+    body = problem(ask(live, video(bomb)), 422)
+    assert "takes longer than 5 s" in body["detail"]
+    assert ask(live, video(MP4)).status_code == 200
+
+
+def test_other_models(live: Live) -> None:
+    """A model of pictures takes the first frame of a GIF, and no video."""
+    gif = encode(draw(5), "gif")
+    reply = ask(live, {"image": text64(gif)}, model="digits", layers=["head"])
+    first = ask(live, {"image": text64(encode_picture(np.asarray(Image.open(BytesIO(gif)).convert("RGB"))))})
+    assert reply.status_code == 200
+    assert first.status_code == 422
+    assert "not a picture" in problem(ask(live, video(MP4), model="digits", layers=["head"]), 422)["detail"]
+    frames = {"images": [text64(gif)]}
+    assert "takes no videos" in problem(ask(live, frames, model="digits", layers=["head"]), 422)["detail"]
+    problem(live.client.post("/explain", json={"model": "videomae", "inputs": [video(MP4)]}), 422)
+
+
+def test_without_workers(serve: Serve, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without worker processes files are refused, and frames are taken; without PyAV it is said what to install."""
+    with serve(configured(folders.spec("videomae")), workers=0) as live:
+        problem(ask(live, video(MP4)), 415)
+        frames = load(MP4)
+        close(arrays_of(ask(live, tensor(frames)))[HIDDEN], folders.hidden(frames))
+        pictures = {"images": [text64(encode_picture(each)) for each in frames]}
+        close(arrays_of(ask(live, pictures))[HIDDEN], folders.hidden(frames))
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(InputError) as refused:
+        decode_video(MP4, choose, torch.tensor, Settings())
+    assert "layertap[video]" in refused.value.hint
+
+
+def test_probes(live: Live) -> None:
+    """The fixed input of a model of videos is a video."""
+    reply = live.client.get("/models/videomae/probe", params={"layers": HIDDEN})
+    assert reply.json()["receipts"][HIDDEN]["probe"]["input"] == "video"
+
+
+def test_client(live: Live, folders: Folders, tmp_path: Path) -> None:
+    """The client takes paths, bytes, entries and arrays."""
+    file, frames = tmp_path / "a.mp4", load(MP4)
+    file.write_bytes(MP4)
+    with Client(live.url, model="videomae") as client:
+        for given in (file, MP4, {"video": file}, {"tensor": frames}):
+            close(client.extract(given, [HIDDEN])[HIDDEN], folders.hidden(frames))
+
+
+@pytest.mark.parametrize("is_remote", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_bulk(command: Command, live: Live, folders: Folders, tmp_path: Path, *, is_remote: bool) -> None:
+    """A folder of videos becomes a row for each; what is no video has its reason."""
+    (tmp_path / "videos").mkdir()
+    videos = {f"{kind}.{kind}": encode(draw(9, seed=seed), kind) for seed, kind in enumerate(("gif", "mp4", "webm"))}
+    for name, data in videos.items():
+        (tmp_path / "videos" / name).write_bytes(data)
+    (tmp_path / "videos" / "zero.mp4").write_bytes(b"no video")
+    config = tmp_path / "models.yaml"
+    config.write_text(f"models:\n  - name: videomae\n    source: transformers:{folders.root / 'videomae'}\n", "utf-8")
+    where = ("--url", live.url) if is_remote else ("--config", config)
+    out = tmp_path / "out.parquet"
+    options = ("--model", "videomae", "--layers", HIDDEN, "--pool", "mean", *where, "--out", out)
+    done = command("bulk", tmp_path / "videos", *options)
+    assert done.status == 0, done.notes
+    rows = pq.read_table(out).to_pydict()
+    assert rows["key"] == [*videos, "zero.mp4"]
+    assert [error is None for error in rows["error"]] == [True, True, True, False]
+    for row, data in enumerate(videos.values()):
+        close(np.array([rows[HIDDEN][row]]), folders.hidden(load(data)).mean(1))
