@@ -3,8 +3,8 @@
 Equal fingerprints mean: the same weights, architecture (a library's name and arguments, or the operator's own code and
 all that it reads), model dtype, preprocessing, layer, call, path, site, projection, grid, narrowing, statistics,
 pooling, sample, normalisation and reply dtype. If the caller preprocessed the rows and sent tensors, that is included,
-and so is their shape if it is not the configured one. The machine, the device, the time, the model's configured name and
-its memory format are not included. The configured ``tf32`` is, even without a GPU that acts on it: its error is a
+and so is their shape if it is not the configured one. The machine, the device, the time, the model's configured name
+and its memory format are not included. The configured ``tf32`` is, even without a GPU that acts on it: its error is a
 thousand times that of float32. So is a decoder that changes some pixels, even for pictures that it leaves unchanged.
 """
 
