@@ -1,0 +1,90 @@
+"""The jobs, in the order of the table that ``python -m bench.jobs`` prints."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import ModuleType
+
+from bench.jobs import gradients, interventions, language, pictures, probing
+from bench.jobs.lab import Arrays, Lab
+
+Run = Callable[[Lab], Arrays]
+PACKAGES = {
+    "nnsight": "nnsight",
+    "pytorch-grad-cam": "pytorch_grad_cam",
+    "torchextractor": "torchextractor",
+    "TransformerLens": "transformer_lens",
+}  # of tests/peers/requirements.txt; the dev extra has the others
+
+
+@dataclass(frozen=True)
+class Job:
+    """What people do, and what they do it with: a library, or torch's own hooks, autograd or torch.func.
+
+    Its functions are ``NAME_by_request`` and ``NAME_by_script`` of a module. ``--only`` takes the name.
+    """
+
+    name: str
+    title: str
+    peer: str
+    module: ModuleType
+
+    @property
+    def request(self) -> Run:
+        """Our side."""
+        return vars(self.module)[f"{self.name}_by_request"]
+
+    @property
+    def script(self) -> Run:
+        """The peer's."""
+        return vars(self.module)[f"{self.name}_by_script"]
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether its peer is not installed."""
+        return self.peer in PACKAGES and find_spec(PACKAGES[self.peer]) is None
+
+
+JOBS = (
+    Job("features", "pooled features of 8 blocks, 32 pictures", "torchvision", probing),
+    Job("units", "500 units of each stage, 8 pictures", "torchextractor", probing),
+    Job("cka", "CKA of ResNet-18 and ViT-tiny, 32 files", "torchvision", probing),
+    Job("pca", "principal components of maps of 4 stages", "torchvision", probing),
+    Job("atlas", "the strongest pictures of each channel, 200 files", "torchvision", probing),
+    Job("drift", "distances of two checkpoints' features", "torchvision", probing),
+    Job("logit_lens", "logit lens", "nnsight", language),
+    Job("tuned_lens", "tuned lens", "transformers", language),
+    Job("entropy", "attention's entropy by head, 3 texts", "transformers", language),
+    Job("token_gradients", "gradient × embedding, 3 texts", "autograd", language),
+    Job("loss_gradients", "the same of a loss, BERT", "hooks", language),
+    # Here: the hidden states of each step of a generation, beside transformers' generate.
+    Job("head_ablation", "each of 72 heads ablated", "TransformerLens", interventions),
+    Job("mlp_ablation", "MLPs ablated by zeros, means, another text", "hooks", interventions),
+    Job("causal_tracing", "causal tracing, 6 blocks by 12 tokens", "hooks", interventions),
+    Job("path_patching", "a path from head to head's query patched", "TransformerLens", interventions),
+    Job("patching", "the stream patched, 6 blocks by 12 tokens", "TransformerLens", interventions),
+    Job("head_patching", "each of 72 heads patched", "TransformerLens", interventions),
+    Job("steering", "3 texts steered by a vector", "nnsight", interventions),
+    Job("autoencoder", "autoencoder of 2048 features: read, put in, one ablated", "hooks", interventions),
+    Job("cams", "seven class activation maps", "pytorch-grad-cam", pictures),
+    Job("integrated", "integrated gradients from 3 baselines", "captum", pictures),
+    Job("attribution", "guided backpropagation, saliency, occlusion", "captum", pictures),
+    Job("receptive_field", "a neuron's gradient, 8 pictures", "autograd", pictures),
+    Job("rollout", "attention rollout, 4 pictures", "transformers", pictures),
+    Job("inversion", "a picture from features, 8 steps", "autograd", pictures),
+    Job("dream", "DeepDream, one step", "autograd", pictures),
+    Job("dissection", "units' overlap with a concept, 16 pictures", "hooks", pictures),
+    # Here: the layers of a two-stage detector, beside torchvision and hooks.
+    Job("style", "the gradient of a style's loss", "torchvision", gradients),
+    Job("sample_gradients", "norms of gradients for each picture, Fisher diagonal", "torch.func", gradients),
+    Job("recurrent", "states of GRU, LSTM and cell by step", "hooks", gradients),
+)
+
+
+def count_lines(run: Run) -> int:
+    """The lines of a function's body, without imports and empty ones."""
+    lines = [line.strip() for line in inspect.getsource(run).splitlines()[1:]]
+    return sum(bool(line) and not line.startswith(("from ", "import ")) for line in lines)
