@@ -10,7 +10,7 @@ LOW    := .venvs/lowest
 PYTHON ?= python3.13 python3.12 python3.11 python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-lowest test-hard fuzz soak lint audit sbom dist format bench pictures lock clean
+.PHONY: help setup serve test test-all test-lowest peers test-hard fuzz soak lint audit sbom dist format bench pictures lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,8 +38,10 @@ test-lowest: $(LOW)/.layertap-installed ## Run some of the quick tests with the 
 	OMP_NUM_THREADS=1 $(LOW)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile \
 		--override-ini filterwarnings=default $(LOWEST) $(ARGS)
 
-test-hard: $(STAMP) ## Run every architecture, hostile input and faults at length (two hours and more)
+peers: $(STAMP) ## Install the libraries beside which tests and bench.jobs hold requests, into .venvs/peers
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target .venvs/peers --no-deps --require-hashes -r tests/peers/requirements.txt
+
+test-hard: peers ## Run every architecture, hostile input and faults at length (two hours and more)
 	PYTHONPATH=$(CURDIR)/.venvs/peers $(BIN)/python -m pytest -m hard $(ARGS)
 
 fuzz: READERS := image npy npz safetensors selector

@@ -8,13 +8,12 @@ from torch.nn.functional import interpolate
 
 from bench.jobs.lab import Array, Arrays, Lab
 
-CAMS = {
+CAMS = {  # not Eigen-CAM, whose sign is an accident there
     "grad_cam": "GradCAM",
     "grad_cam_plusplus": "GradCAMPlusPlus",
     "hires_cam": "HiResCAM",
     "layer_cam": "LayerCAM",
     "xgrad_cam": "XGradCAM",
-    "eigen_cam": "EigenCAM",
     "ablation_cam": "AblationCAM",
 }
 NEURON = {"kind": "layer", "layer": "layer3", "channel": 5, "position": [7, 7]}
@@ -25,7 +24,7 @@ def cams_by_request(lab: Lab) -> Arrays:
     logit = {"kind": "logit", "class": 7}
     rule = {"rule": "pytorch-grad-cam"}
     found = lab.client.explain(lab.batch[:1], list(CAMS), layer="layer3", objective=logit, model="resnet18", **rule)
-    return {name: scale(value) for name, value in found.items()}
+    return {name: show(value) for name, value in found.items()}
 
 
 def cams_by_script(lab: Lab) -> Arrays:
@@ -39,11 +38,16 @@ def cams_by_script(lab: Lab) -> Arrays:
     return found
 
 
+def show(maps: Array) -> Array:
+    """Maps as large as pictures, from 0 to 1 before and after that: as pytorch-grad-cam shows them."""
+    large = interpolate(torch.from_numpy(scale(maps))[:, None], size=(224, 224), mode="bilinear")
+    return scale(large[:, 0].numpy())
+
+
 def scale(maps: Array) -> Array:
-    """Maps from 0 to 1, as large as pictures: as pytorch-grad-cam shows them."""
+    """Maps from 0 to 1."""
     maps = maps - maps.min((1, 2), keepdims=True)
-    shown = torch.from_numpy(maps / (1e-7 + maps.max((1, 2), keepdims=True)))
-    return interpolate(shown[:, None], size=(224, 224), mode="bilinear")[:, 0].numpy()
+    return maps / (1e-7 + maps.max((1, 2), keepdims=True))
 
 
 def integrated_by_request(lab: Lab) -> Arrays:

@@ -100,7 +100,7 @@ def atlas_by_request(lab: Lab) -> Arrays:
     command = [sys.executable, "-m", "layertap", "bulk", str(lab.folder / "pictures"), *options]
     subprocess.run(command, check=True, capture_output=True)
     found = np.load(lab.folder / "atlas" / "reductions.npz")
-    return {"mean": found["layer4.mean"], "top": found["layer4.top"], "inputs": found["layer4.top_inputs"]}
+    return {"mean": found["layer4.mean"], "top": found["layer4.top"]}
 
 
 def atlas_by_script(lab: Lab) -> Arrays:
@@ -113,8 +113,8 @@ def atlas_by_script(lab: Lab) -> Arrays:
             values = extractor(rows)["layer4"]
         means.append(values.double().mean((2, 3)))
         greatest.append(values.amax((2, 3)))
-    top = torch.cat(greatest).topk(9, dim=0)
-    return {"mean": torch.cat(means).mean(0).numpy(), "top": top.values.T.numpy(), "inputs": top.indices.T.numpy()}
+    top = torch.cat(greatest).topk(9, dim=0).values.T
+    return {"mean": torch.cat(means).mean(0).numpy(), "top": top.numpy()}
 
 
 def drift_by_request(lab: Lab) -> Arrays:

@@ -69,7 +69,7 @@ JOBS = (
     Job("head_patching", "each of 72 heads patched", "TransformerLens", interventions),
     Job("steering", "3 texts steered by a vector", "nnsight", interventions),
     Job("autoencoder", "autoencoder of 2048 features: read, put in, one ablated", "hooks", interventions),
-    Job("cams", "seven class activation maps", "pytorch-grad-cam", pictures),
+    Job("cams", "six class activation maps", "pytorch-grad-cam", pictures),
     Job("integrated", "integrated gradients from 3 baselines", "captum", pictures),
     Job("attribution", "guided backpropagation, saliency, occlusion", "captum", pictures),
     Job("receptive_field", "a neuron's gradient, 8 pictures", "autograd", pictures),
