@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich.box import MARKDOWN
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -70,7 +71,7 @@ def time_run(run: Any, lab: Lab) -> float:
 
 def tabulate(measured: dict[str, dict[str, Any]]) -> Table:
     """A row for each job."""
-    table = Table(*COLUMNS, title=f"{os.cpu_count()} cores")
+    table = Table(*COLUMNS, box=MARKDOWN, title=f"{os.cpu_count()} cores")
     for row in measured.values():
         seconds = [f"{median(row[key]):.2f}" for key in ("seconds", "peer_seconds")]
         lines = [str(row[key]) for key in ("lines", "peer_lines")]

@@ -13,7 +13,6 @@ from bench.jobs.lab import STAGES, Array, Arrays, Lab
 
 STYLES = STAGES[:3]
 LINEAR = ["blocks.11.mlp.fc2", "head"]
-RECURRENT = ["gru[0]", "lstm[0]"]
 
 
 def style_by_request(lab: Lab) -> Arrays:
@@ -79,7 +78,7 @@ def summarize(gradients: list[Array]) -> Arrays:
 
 
 def recurrent_by_request(lab: Lab) -> Arrays:
-    found = lab.client.extract(lab.sequences, [*RECURRENT, "cell#*"], model="recurrent")
+    found = lab.client.extract(lab.sequences, ["gru[0]", "lstm[0]", "cell#*"], model="recurrent")
     steps = np.stack([found[f"cell#{step}"] for step in range(lab.sequences.shape[1])], 1)
     return {"gru": found["gru[0]"], "lstm": found["lstm[0]"], "cell": steps}
 

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from bench.client import start_server
-from bench.jobs.nets import SIZE, build_recurrent
+from bench.jobs.nets import SIZE, Recurrent
 from layertap_client import Client
 from tests.oracle import seeded
 
@@ -41,7 +41,6 @@ DEPTHS = [f"blocks.{number}" for number in range(12)]
 BLOCKS = [f"transformer.h.{number}" for number in range(6)]
 VOCABULARY, WIDTH, HEADS, FEATURES = 5000, 768, 12, 2048
 NETS = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3, "intermediate_size": 768}
-LARGE_S = 600  # for a request
 
 
 class Lab:
@@ -111,7 +110,7 @@ class Lab:
         self.bert = self._add_folder("bert", BertForSequenceClassification(bert), 4)
         self.patches = self._add_folder("patches", ViTForImageClassification(ViTConfig(**NETS, num_labels=10)), 5)
         shape = {"inputs": [{"name": "x", "shape": [16, SIZE]}]}
-        self.recurrent = self._add("recurrent", "python:bench.jobs.nets:build_recurrent", build_recurrent(), 6, **shape)
+        self.recurrent = self._add("recurrent", "python:bench.jobs.nets:Recurrent", Recurrent(), 6, **shape)
         entries = [{**entry, "load": "lazy"} for entry in self.entries]
         (self.folder / "models.yaml").write_text(yaml.safe_dump({"models": entries}))
 
@@ -175,7 +174,7 @@ def open_lab() -> Iterator[Lab]:
         lab = Lab(Path(name))
         process, lab.url = start_server("--config", str(lab.folder / "models.yaml"))
         try:
-            with Client(lab.url, timeout=LARGE_S) as lab.client:
+            with Client(lab.url, timeout=600) as lab.client:
                 yield lab
         finally:
             process.terminate()

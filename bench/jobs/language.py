@@ -11,14 +11,13 @@ from bench.jobs.lab import BLOCKS, Array, Arrays, Lab
 
 def logit_lens_by_request(lab: Lab) -> Arrays:
     states = lab.client.extract({"tokens": lab.clean}, BLOCKS, model="gpt2")
-    rows = np.concatenate(list(states.values()))
-    return lab.client.extract(rows, "lm_head", model="gpt2", resume=BLOCKS[-1])
+    return lab.client.extract(np.concatenate(list(states.values())), "lm_head", model="gpt2", resume=BLOCKS[-1])
 
 
 def logit_lens_by_script(lab: Lab) -> Arrays:
-    found, gpt2 = [], lab.traced.transformer
+    found = []
     with torch.no_grad(), lab.traced.trace(torch.tensor([lab.clean])):
-        for block in gpt2.h:
+        for block in lab.traced.transformer.h:
             found.append(block.output.save())
     with torch.no_grad():
         return {"lm_head": lab.gpt2.lm_head(lab.gpt2.transformer.ln_f(torch.cat(found))).numpy()}

@@ -24,8 +24,3 @@ class Recurrent(nn.Module):
         for step in range(x.shape[1]):
             state = self.cell(states[:, step], state)
         return self.head(state)
-
-
-def build_recurrent() -> nn.Module:
-    """The network, for a server's configuration."""
-    return Recurrent()

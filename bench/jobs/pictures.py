@@ -21,9 +21,8 @@ RATE = 0.1  # of a step along the gradient
 
 
 def cams_by_request(lab: Lab) -> Arrays:
-    logit = {"kind": "logit", "class": 7}
-    rule = {"rule": "pytorch-grad-cam"}
-    found = lab.client.explain(lab.batch[:1], list(CAMS), layer="layer3", objective=logit, model="resnet18", **rule)
+    options = {"model": "resnet18", "objective": {"class": 7}, "rule": "pytorch-grad-cam"}
+    found = lab.client.explain(lab.batch[:1], list(CAMS), layer="layer3", **options)
     return {name: show(value) for name, value in found.items()}
 
 

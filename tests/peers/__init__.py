@@ -1,1 +1,1 @@
-"""The libraries that people use instead, beside requests on the same weights; ``make test-hard`` installs them."""
+"""The libraries that people use instead, beside requests on the same weights; ``make peers`` installs them."""
