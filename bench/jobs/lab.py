@@ -58,13 +58,13 @@ class Lab:
 
     def _make_inputs(self) -> None:
         self.batch = torch.randn(32, 3, 224, 224, generator=self.generator)
-        self.texts = [self._draw_tokens(length) for length in (12, 7, 20)]
+        self.texts = [self._draw_tokens(length) for length in range(6, 30, 2)]
         self.clean = self._draw_tokens(12)
         self.corrupt = [*self.clean[:3], 7, *self.clean[4:]]
         self.sequences = torch.randn(4, 16, SIZE, generator=self.generator)
-        self.labels = [1, 0, 2]  # of the texts
+        self.labels = [number % 3 for number in range(len(self.texts))]
         (self.folder / "pictures").mkdir()
-        self.pictures = [self._draw_picture(number) for number in range(200)]
+        self.pictures = [self._draw_picture(number) for number in range(100)]
 
     def _draw_tokens(self, length: int) -> list[int]:
         return torch.randint(VOCABULARY, (length,), generator=self.generator).tolist()
