@@ -42,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> None:
     chosen = [job for job in JOBS if not options.only or job.name in options.only]
     with open_lab() as lab:
         measured = dict(measure(lab, chosen, options.rounds))
-    Console().print(tabulate(measured))
+    Console(width=140).print(tabulate(measured))
     for job in chosen:
         if job.is_missing:
             print(f"skipped {job.name}: {INSTALL.format(peer=job.peer)}")

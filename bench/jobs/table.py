@@ -59,7 +59,7 @@ JOBS = (
     Job("tuned_lens", "tuned lens", "transformers", language),
     Job("entropy", "attention's entropy by head, 12 texts", "transformers", language),
     Job("token_gradients", "gradient × embedding, 12 texts", "autograd", language),
-    Job("loss_gradients", "the same of a loss, 12 texts of BERT", "hooks", language),
+    Job("loss_gradients", "gradient × embedding of a loss, 12 texts, BERT", "hooks", language),
     # Here: the hidden states of each step of a generation, beside transformers' generate.
     Job("head_ablation", "each of 72 heads ablated", "TransformerLens", interventions),
     Job("mlp_ablation", "MLPs ablated by zeros, means, another text", "hooks", interventions),
