@@ -225,7 +225,7 @@ def keep_largest(x: Tensor, count: int) -> Tensor:
         ({"threshold": sent(THRESHOLD)}, lambda x: x * (x > THRESHOLD)),
         ({"threshold": -0.1, "top_k": 5}, lambda x: keep_largest(x * (x > -0.1), 5)),
     ],
-    ids=str,
+    ids=["largest", "relu_largest", "all", "threshold", "thresholds", "threshold_largest"],
 )
 def test_activations(nets: Nets, options: Json, activate: Callable[[Tensor], Tensor]) -> None:
     """TopK and JumpReLU autoencoders, whose features are asked for, and whose reconstruction is put in."""
