@@ -30,6 +30,7 @@ Window = tuple[int, int, int, int]  # left, top, width, height
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 Color = tuple[int, int, int]  # red, green, blue, from 0 to 255
 ImageBackend = Literal["auto", "pil", "torchvision"]  # transformers' two kinds of image processor; auto: its own choice
+MAX_STOP = 16
 TOKENS_MASK, PADDING_MASK = "attention_mask", "src_key_padding_mask"
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -198,6 +199,23 @@ class InputSpec:
     def is_mask(self) -> bool:
         """Whether it says which tokens of a row are padding: 0 as in transformers, or true as in torch."""
         return self.name.rpartition(".")[2] in (TOKENS_MASK, PADDING_MASK) and len(self.shape) == 1
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How many tokens come after a text, and how each is chosen.
+
+    ``temperature``: 0 takes the likeliest token. Otherwise tokens are drawn, from the ``top_k`` likeliest (0: all) and
+    of these from the likeliest whose probabilities sum to ``top_p``, by a CPU generator of seed ``seed`` + n for row n.
+    ``stop``: the ids after which a text ends, at most MAX_STOP; None: the model's own.
+    """
+
+    steps: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,7 @@ class Features:
     top_classes: tuple[tuple[TopClass, ...], ...] = ()  # of each row, best first
     top_effects: tuple[tuple[TopEffect, ...], ...] = ()  # of each row, largest first
     pixels: Array | None = None  # of an optimised picture, uint8 (H, W, 3) or (H, W), if the reply is a picture
+    texts: tuple[str, ...] = ()  # of each row's generated tokens
 
     @cached_property
     def space(self) -> str:

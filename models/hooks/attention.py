@@ -170,6 +170,10 @@ def list_heads(module: nn.Module) -> list[int]:
     return [size for name in HEADS if isinstance(size := getattr(module, name, None), int) and size > 0]
 
 
+def _get_config_heads(module: nn.Module) -> int | None:
+    return getattr(getattr(module, "config", None), "num_attention_heads", None)
+
+
 def list_heads_around(modules: Mapping[str, nn.Module], module: nn.Module) -> list[int]:
     """How many heads, above one, the module says that it has for which a part without weights computes.
 
@@ -214,6 +218,9 @@ def unfold_weights(shape: tuple[int, ...], module: nn.Module, heads_around: Sequ
     holds rows and heads, as many as the module or the one around it says; else that is not taken for attention.
     """
     heads = list_heads(module)
+    groups = getattr(module, "num_key_value_groups", 1)
+    if len(shape) == 4 and groups == shape[2] > 1 and shape[1] * groups == _get_config_heads(module):
+        return (shape[0], shape[1] * groups, 1, shape[3])  # transformers packs a single query's heads by their keys
     if len(shape) >= 4:
         if heads and (shape[-3] not in heads or any(size in heads for size in shape[1:-3])):
             return None

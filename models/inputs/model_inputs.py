@@ -12,11 +12,13 @@ from torch import Tensor
 
 from layertap.models.devices.devices import DTYPES
 from layertap.models.inputs.device_decoder import DeviceDecoder
+from layertap.models.inputs.generation import make_spec
 from layertap.models.inputs.sound import Media, SoundProcessor
 from layertap.models.inputs.video import VideoProcessor
 from layertap.models.spec import PADDING_MASK, Decode, InputSpec, LeftPadding, Shapes, Tower, Truncate
 
 Encode = Callable[[str, int, Truncate], tuple[list[int], int]]
+EncodeChat = Callable[[Sequence[Mapping[str, str]], int, Truncate], tuple[list[int], int]]
 EncodePair = Callable[[str, str, int, Truncate], tuple[list[int], list[int] | None, int]]
 POSITIONS = "position_ids"  # the argument for the position of each token in its text
 MIN_PADDED_LENGTH = 8  # tokens of the smallest bucket; each further bucket has twice as many
@@ -40,6 +42,10 @@ class TextSpec:
     # Two texts → ids, their types if it gives any, number of tokens dropped of the longer text, or of both. None if
     # pairs can't be sent.
     encode_pair: EncodePair | None = field(default=None, repr=False, compare=False)
+    # Messages, as ``encode``, by the folder's chat template; None if there is none. ``decode``: ids → text.
+    encode_chat: EncodeChat | None = field(default=None, repr=False, compare=False)
+    decode: Callable[[Sequence[int]], str] | None = field(default=None, repr=False, compare=False)
+    stop: tuple[int, ...] | None = None  # the ids that end what the model generates; None if it generates nothing
     types: str | None = None  # the input's name, if the model takes token types: which text of a pair each token is of
     kinds: int = 0  # how many token types there are
     digest: str = ""  # of the tokenizer
@@ -184,9 +190,23 @@ class ModelInputs:
         return self.towers[1] if self.towers else self
 
     def for_shapes(self, shapes: Shapes) -> ModelInputs:
-        """The inputs that match the shapes of a row: towers differ in the number of inputs, or of axes."""
+        """The inputs that match the shapes of a row: towers differ in the number of inputs, or of axes.
+
+        A text that is continued has one input more.
+        """
+        if steps := self.count_steps(shapes):
+            return replace(self, specs=(*self.specs, make_spec(steps)))
         axes = list(map(len, shapes))
         return next((each for each in self.towers if list(map(len, each.shapes)) == axes), self)
+
+    def count_steps(self, shapes: Shapes) -> int:
+        """How many tokens are generated after a text of this shape; 0: it is taken as it is."""
+        return shapes[-1][1] if len(shapes) > len(self.specs) else 0
+
+    def make_continued(self, steps: int) -> Shapes:
+        """The configured shape of a text, shortened to leave room for so many tokens that are generated after it."""
+        room = self.text.max_tokens - steps if self.text is not None else 0
+        return (*((min(length, room),) for (length,) in self.shapes), make_spec(steps).shape)
 
     @property
     def shapes(self) -> Shapes:

@@ -216,7 +216,7 @@ def _check_function(selector: Selector, catalog: Catalog) -> None:
         )
     if not catalog.has_functions:
         raise SelectorError(
-            f"{escape(selector.text)} names a function, and forwards that resume return none",
+            f"{escape(selector.text)} names a function, and forwards that resume or generate show none",
             hint="name a layer",
         )
 

@@ -32,7 +32,7 @@ RECIPE = 1  # raise it when the meaning of a pooling, a preprocessing step or a 
 # Fields of an input that say what a survey sends; of its axis for rows another one than 0 counts; a list is a setting.
 SURVEYED = frozenset({"values", "longest", "long_axis", "example", "batch_axis", "as_list"})
 FOUND = frozenset({"info", "source", "is_view"})  # fields of a change that come from a catalog or another input
-Variant = Literal["prompt", "sources", "dimensions", "precision", "batch"]
+Variant = Literal["prompt", "sources", "dimensions", "precision", "batch", "generate"]
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -94,7 +94,8 @@ def digest_variant(digest: str, variant: Variant, *parts: object) -> str:
 
     ``prompt``: texts have another prompt in front than the model's own; ``sources``: changes use tensors of other
     inputs, and ``parts`` are the changes made to these; ``dimensions``: vectors are cut to their first ones;
-    ``precision``: their numbers are bits; ``batch``: rows depend on the other rows of their batch.
+    ``precision``: their numbers are bits; ``batch``: rows depend on the other rows of their batch;
+    ``generate``: texts are continued, and ``parts`` say how.
     """
     return _digest([RECIPE, variant, digest, *parts], digest)
 

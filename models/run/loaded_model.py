@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from layertap.models.catalog.row_tensor import RowTensor
@@ -156,6 +158,11 @@ class LoadedModel(ModelInfo):
             return replica(batch)
         output = next(iter(batch.values()))  # the mask of a text comes after its ids
         return resumption.forward(replica, replica.modules, output)
+
+    def decode_tokens(self, tokens: NDArray[np.int64]) -> tuple[str, ...]:
+        """The texts of generated tokens (rows, steps), without special ones; negative ones are none."""
+        decode = self.text.decode if self.text is not None else None
+        return tuple(decode(row[row >= 0].tolist()) for row in tokens) if decode is not None else ()
 
     def _assemble_batch(
         self, pieces: Sequence[Inputs], padding: int, resumption: Resumption | None

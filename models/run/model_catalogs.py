@@ -16,7 +16,7 @@ import torch
 
 from layertap.models.catalog.call_recorder import NO_SKETCH, CallRecorder
 from layertap.models.catalog.catalog import Catalog, Costs
-from layertap.models.catalog.survey import name_input_errors, resize_catalog, survey
+from layertap.models.catalog.survey import extend_catalog, name_input_errors, resize_catalog, survey
 from layertap.models.catalog.trials import is_same_again, run_alone, try_forward, try_padding
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.devices import TOLERANCE, is_accelerator, use_threads
@@ -38,6 +38,7 @@ CLEAR_SHARE = 0.8  # the share of rounds that must agree
 MAX_FORWARD_S = 3.0  # a larger forward that is expected to take longer is not run
 MIN_THREADED_S = 0.005  # a faster forward has too little work for several threads
 MIN_SPEEDUP = 1.15  # if all threads are not this much faster than one, one is used
+FEW_STEPS = 3  # of a generation whose later steps are like the last of these
 MIN_OWN_SHARE = 0.3  # of the time, for which a forward computes in its own thread; else it waits, or others compute
 T = TypeVar("T")
 Seconds = tuple[float, float]  # of a forward, and of them those in which its thread computed
@@ -223,9 +224,11 @@ def survey_shape(model: LoadedModel, shapes: Shapes, *, functions: bool = False)
     """
     catalog = model.catalogs.get_catalog(shapes)
     if catalog is None:
-        specs = model.model_inputs.with_shapes(shapes)
+        specs, base = model.model_inputs.with_shapes(shapes), model.catalog
+        if model.model_inputs.count_steps(shapes) and shapes != (few := model.model_inputs.make_continued(FEW_STEPS)):
+            base = survey_shape(model, few)  # all of a generation but its sizes
         with run_noise(model.replica, model.threads):
-            catalog = _resize(model, specs)
+            catalog = _resize(model, specs, base)
             if catalog is None:
                 catalog = _survey(model, specs)
                 row_bytes = _measure_row_bytes(model.replica, make_noise_row(specs, model.device, model.dtype))
@@ -285,13 +288,14 @@ def _survey(model: LoadedModel, specs: Sequence[InputSpec], *, functions: bool =
         )
     traits = model.catalog.traits
     crosses_rows = catalog.crosses_rows or not traits.deterministic or model.catalogs.crossing is not None
-    return replace(catalog, crosses_rows=crosses_rows, traits=traits)
+    may_stop_early = model.model_inputs.count_steps(tuple(spec.shape for spec in specs)) > 0
+    return replace(catalog, crosses_rows=crosses_rows, traits=traits, branches=catalog.branches or may_stop_early)
 
 
-def _resize(model: LoadedModel, specs: Sequence[InputSpec]) -> Catalog | None:
-    """The catalog of another shape by its sizes and time; None if that is not enough."""
-    is_text = model.model_inputs.mask is not None and model.model_inputs.sound is None
-    if model.text is not None or is_text:
+def _resize(model: LoadedModel, specs: Sequence[InputSpec], base: Catalog) -> Catalog | None:
+    """The catalog of another shape by its sizes and time, all else as in ``base``; None if that is not enough."""
+    is_text = model.text is not None or (model.model_inputs.mask is not None and model.model_inputs.sound is None)
+    if is_text and base is model.catalog:
         return None  # for texts everything may depend on the length, and there are few lengths
     recorder = CallRecorder(model.module, look=lambda tensor: NO_SKETCH)
     watch = partial(recorder.watch, model.replica)
@@ -300,9 +304,11 @@ def _resize(model: LoadedModel, specs: Sequence[InputSpec]) -> Catalog | None:
         row_bytes, seconds = time_call(lambda: memory.measure_peak_bytes(watch, row, model.module), model.device)
         if model.model_inputs.sound is not None:  # of which most have another length: no forward to time it
             seconds = min(seconds, model.catalog.seconds * _compare_sizes(model.shapes, specs))
-        elif seconds < QUICK_S:  # what watches it takes a part of that
+        elif seconds < QUICK_S or base is not model.catalog:  # what watches it takes a part of that
             _, seconds = time_call(lambda: model.replica(copy_rows(row)), model.device)
-    catalog = resize_catalog(model.catalog, model.module, recorder, model.prefix_tokens)
+    if base is not model.catalog:
+        base = extend_catalog(base, model.module, recorder)
+    catalog = resize_catalog(base, model.module, recorder, model.prefix_tokens)
     if catalog is None:
         return None
     return replace(catalog, seconds=seconds, costs=_scale_costs(model, seconds, row_bytes))

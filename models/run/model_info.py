@@ -26,6 +26,7 @@ from layertap.models.spec import InputSpec, ModelSpec, Shapes
 
 NOT_DETERMINISTIC = "this model is not deterministic: it gives the same input another answer each time"
 MAX_CATALOGS = 16  # one for each recent shape of input; texts of 8 to 131,072 tokens have 15 lengths
+MAX_GENERATIONS = 6  # the same for texts that are continued, whose catalogs have the calls of every step
 MAX_RESUMPTIONS = 16  # one for each recent layer to resume from, and shape of input
 MAX_GRAD_CAM_LAYERS = 32  # one for each recent objective of Grad-CAM, classes aside
 
@@ -48,6 +49,7 @@ class CatalogCache:
         self.crossing = crossing  # set if rows were found to affect each other while the model served
         self._shapes = shapes
         self._catalogs = LRUCache[Shapes, Catalog](MAX_CATALOGS - 1)
+        self._generations = LRUCache[Shapes, Catalog](MAX_GENERATIONS)
         self.resumptions = LRUCache[tuple[Point, Shapes], Resumption](MAX_RESUMPTIONS)
         self.not_resumable = LRUCache[tuple[Point, Shapes], bool](MAX_RESUMPTIONS)
         self.grad_cam_layers = LRUCache[ResolvedObjective, Tap](MAX_GRAD_CAM_LAYERS)  # the layer for an objective
@@ -62,11 +64,13 @@ class CatalogCache:
         for shapes, catalog in ((self._shapes, self.configured), *self.towers.items()):
             self.put_catalog(shapes, catalog)
         self._catalogs.clear()
+        self._generations.clear()
         self.resumptions.clear()
 
     def get_catalog(self, shapes: Shapes, *, functions: bool = False) -> Catalog | None:
         """The cached catalog of a shape; None if there is none, or none with ``functions`` if these are wanted."""
-        known = self.configured if shapes == self._shapes else self.towers.get(shapes) or self._catalogs.get(shapes)
+        known = self.configured if shapes == self._shapes else self.towers.get(shapes)
+        known = known or self._choose_cache(shapes).get(shapes)
         return known if known is not None and (known.has_functions or not functions) else None
 
     def put_catalog(self, shapes: Shapes, catalog: Catalog) -> None:
@@ -77,7 +81,10 @@ class CatalogCache:
         elif shapes in self.towers:
             self.towers = self.towers | {shapes: catalog}
         else:
-            self._catalogs.put(shapes, catalog)
+            self._choose_cache(shapes).put(shapes, catalog)
+
+    def _choose_cache(self, shapes: Shapes) -> LRUCache[Shapes, Catalog]:
+        return self._generations if len(shapes) > len(self._shapes) else self._catalogs
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from layertap.models.sources.state_dict import (
     read_task,
     refuse_scales,
 )
+from layertap.models.sources.transformers_generation import let_generate
 from layertap.models.sources.transformers_inputs import (
     LOCAL,
     MASK,
@@ -164,6 +165,9 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         attach_scores(module, scores)
         text = scores.complete(text)
         inputs, described = text.inputs(), described + scores.describe()
+    elif text and not two_towers and not text.types and spec.inputs is None:
+        with wrap_errors(f"generation_config.json of {shown} could not be read"):
+            text = replace(text, stop=let_generate(library, module, folder))
     labels = tuple(str(name) for _, name in sorted((config.id2label or {}).items()))
     is_numbered = labels == tuple(f"LABEL_{number}" for number in range(len(labels)))  # by the library's default
     return BuiltModel(

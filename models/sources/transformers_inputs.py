@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Container
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
@@ -140,6 +140,7 @@ def _read_text_spec(
             text = replace(text, types=TYPES, kinds=kinds)
         if whole is None:
             return text
+        text = replace(text, decode=partial(whole.decode, skip_special_tokens=True))
         has_limit = hasattr(config, "max_position_embeddings") or text.max_tokens == limit
         if not whole.is_fast:
             settings = {name: value for name, value in whole.init_kwargs.items() if str(folder) not in str(value)}
@@ -155,6 +156,7 @@ def _read_text_spec(
         is_trained = any(getattr(each, "num_embeddings", 0) == text.max_tokens for each in tables)
         if MASK not in whole.model_input_names and text.mask and is_trained and sentence is None:
             encode = partial(_encode_and_fill, own, whole.padding_side, whole.pad_token_id or 0)
+        has_chat = sentence is None and bool(whole.chat_template)
         typed = TYPES in names and TYPES in whole.model_input_names
         single = whole("a")["input_ids"].count(whole.sep_token_id)
         has_several = TYPES in names and any(whole("a", "a").get(TYPES, ()))
@@ -164,7 +166,8 @@ def _read_text_spec(
             text,
             encode=encode,
             encode_pair=partial(encode_pair, own, typed) if pairs and not is_refused else None,
-            digest=_digest(own.to_str() + (str(whole.chat_template) if sentence else "")),
+            encode_chat=partial(_encode_chat, whole, own) if has_chat else None,
+            digest=_digest(own.to_str() + (str(whole.chat_template) if sentence or has_chat else "")),
             is_fast=sentence is None or not encodes_itself(sentence),
             truncate=SIDES[whole.truncation_side] if sentence is not None and has_limit else "none",
             side=SIDES[whole.truncation_side],
@@ -191,13 +194,21 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _encode(own: Any, text: str, limit: int, truncate: Truncate) -> tuple[list[int], int]:
+def _encode(own: Any, text: str, limit: int, truncate: Truncate, *, specials: bool = True) -> tuple[list[int], int]:
     encoding = own.encode(text, add_special_tokens=False)
-    kept = limit - own.num_special_tokens_to_add(False)
+    kept = limit - (own.num_special_tokens_to_add(False) if specials else 0)
     excess = 0 if truncate == "none" else max(len(encoding.ids) - kept, 0)
     if excess:
         encoding.truncate(kept, direction="left" if truncate == "start" else "right")
-    return own.post_process(encoding).ids, excess
+    return (own.post_process(encoding) if specials else encoding).ids, excess
+
+
+def _encode_chat(
+    whole: Any, own: Any, messages: Sequence[Mapping[str, str]], limit: int, truncate: Truncate
+) -> tuple[list[int], int]:
+    """The folder's template, which the library runs in a sandbox, writes special tokens itself."""
+    text = whole.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    return _encode(own, text, limit, truncate, specials=False)
 
 
 def _encode_and_fill(own: Any, side: str, pad: int, text: str, limit: int, truncate: Truncate) -> tuple[list[int], int]:

@@ -16,7 +16,7 @@ from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.admit.unsent_replies import UnsentReplies
 from layertap.service.engine.batch import Job, Results, UndecodedError
 from layertap.service.engine.collect.joined_inputs import join_inputs
-from layertap.service.engine.collect.results import add_warnings, collect_features
+from layertap.service.engine.collect.results import add_warnings, collect_features, find_tokens
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.models.model_handle import ModelHandle
@@ -77,6 +77,10 @@ class Engine:
             features = await self.run_in_thread(partial(_consume, join_inputs, parts), ticket.deadline)
         else:
             features = parts[0]
+        if request.generate is not None and (key := find_tokens(features)) is not None:
+            handle = ticket.handles[request.model]
+            texts = await handle.decode_tokens(features.arrays[key], ticket.deadline)
+            features = replace(features, texts=texts)
         return await self.finish(features, request, ticket, before)
 
     def begin(self, request: ExtractRequest, sent: SentInputs, ticket: Ticket) -> int:

@@ -20,7 +20,7 @@ from layertap.models.plan.requested import (
     Selector,
     Sweep,
 )
-from layertap.models.spec import Truncate
+from layertap.models.spec import Generation, Truncate
 from layertap.service.formats.buffers import EncodeOptions
 from layertap.service.formats.table import FORMATS, ReplyFormat
 from layertap.service.inputs.items import InputItem
@@ -58,6 +58,7 @@ class ExtractRequest:
     interventions: tuple[Intervention, ...] = ()
     objective: Objective | None = None
     resume: Selector | None = None  # the layer whose outputs the inputs are; None: the inputs are the model's
+    generate: Generation | None = None  # texts are continued; None: they are taken as they are
     embedding: Embedding | None = None  # comes before ``selectors`` in the reply
     prompt: str | None = None  # name of a prompt in the model's folder, put before each text; None: the default one
     truncate: Truncate | None = None  # how to cut long texts; None: as the model's folder says
@@ -85,7 +86,7 @@ class ExtractRequest:
     def is_small(self) -> bool:
         """Whether it is worth keeping what is planned for it: it asks for few layers as they are."""
         narrowed = any(each.reduction.indices or each.reduction.project for each in self.selectors)
-        plain = not narrowed and not self.interventions and not self.objective and not self.input_options
+        plain = not (narrowed or self.interventions or self.objective or self.input_options or self.generate)
         return plain and len(self.selectors) <= MAX_LAYERS
 
     @cached_property

@@ -35,6 +35,8 @@ def describe_extras(features: Features) -> dict[str, Any]:
         extras["interventions"] = features.interventions
     if features.warnings:
         extras["warnings"] = features.warnings
+    if features.texts:
+        extras["texts"] = features.texts
     if features.top_classes:
         extras["top_classes"] = describe_top_classes(features)
     if features.top_effects:

@@ -89,8 +89,11 @@ def _describe_text(text: TextSpec | None) -> Json:
     """How text is taken; {} if it is not."""
     if text is None:
         return {}
-    takes = ["text", *(["text_pair"] if text.encode_pair else []), "tokens"] if text.encode else ["tokens"]
+    further = {"text": text.encode, "text_pair": text.encode_pair, "messages": text.encode_chat}
+    takes = [*(name for name, encode in further.items() if encode), "tokens"]
     described: Json = {"takes": takes, "max_tokens": text.max_tokens, "vocabulary": text.vocabulary, "mask": text.mask}
+    if text.stop is not None:
+        described["generates"] = True
     if text.truncate != "none" or text.prompts:
         prompts = {"prompts": dict(text.prompts), "default_prompt": text.default_prompt}
         described |= {"cuts": text.truncate != "none", **prompts}

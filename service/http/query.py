@@ -16,7 +16,9 @@ MAX_DIGITS = 10  # of a class
 ALWAYS = frozenset({"format", "dry_run"})
 PARTS = {"class": "objective", "target": "objective"}  # parameters that are parts of an object
 LISTS = frozenset({"layers", "method", "classes", "each", "values", "measures", "clamp"})  # separated by commas
-OBJECTS = frozenset({"objective", "target", "interventions", "baseline", "from", "tensor", "region", "project", "with"})
+OBJECTS = frozenset(
+    {"objective", "target", "interventions", "generate", "baseline", "from", "tensor", "region", "project", "with"}
+)
 MAYBE_JSON = LISTS | OBJECTS  # if the value begins as a list or an object
 
 

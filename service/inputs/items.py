@@ -63,13 +63,15 @@ class ArraysItem:
 class TextItem:
     """A text to tokenize, or two together; ``truncate``: how to cut a long one, None: as the model's folder says.
 
-    ``prompt``: the name of one of the model's prompts; None: its default one. ``pair``: the second text.
+    ``prompt``: the name of one of the model's prompts; None: its default one. ``pair``: the second text. ``messages``:
+    roles and contents, of which the folder's chat template makes the text.
     """
 
     text: str = field(repr=False)
     truncate: Truncate | None = None
     prompt: str | None = None
     pair: str | None = field(default=None, repr=False)
+    messages: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     @classmethod
     def decode(cls, data: bytes) -> TextItem:

@@ -25,7 +25,7 @@ from layertap.models.plan.requested import (
 )
 from layertap.models.plan.selectors import MAX_TEXT, parse_selector
 from layertap.models.points import EACH
-from layertap.models.spec import Pool, ReplyDType, Truncate
+from layertap.models.spec import MAX_STOP, Generation, Pool, ReplyDType, Truncate
 from layertap.service.schemas.base import (
     Flag,
     Index,
@@ -33,6 +33,7 @@ from layertap.service.schemas.base import (
     OneError,
     Rate,
     StrictBody,
+    StrictIndex,
     make_list,
     read_entries,
     read_field,
@@ -51,6 +52,9 @@ from layertap.service.schemas.selection import (
     SweepPlaceBody,
 )
 from layertap.service.types import MAX_TILES, Priority
+
+MAX_GENERATED = 128  # tokens: a generation keeps its replica until it ends
+TOKENS = ".[tokens]"  # what a generation gives without ``layers``
 
 
 class InputsBody(StrictBody):
@@ -111,6 +115,31 @@ class ChangingBody(RequestBody):
         }
 
 
+class GenerateBody(StrictBody):
+    """How texts are continued: greedily, or with ``do_sample`` by draws of each row's own generator.
+
+    ``stop``: the ids after which a text ends; without it the model's own.
+    """
+
+    steps: int = Field(ge=1, le=MAX_GENERATED)
+    do_sample: Flag = False
+    seed: int | None = Field(None, ge=0, lt=2**31)
+    temperature: float | None = Field(None, ge=0.01, le=100)
+    top_k: int | None = Field(None, ge=1, lt=2**31)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stop: Annotated[tuple[StrictIndex, ...], Field(max_length=MAX_STOP)] | None = None
+
+    def to_generation(self) -> Generation:
+        """The generation; SelectorError for options of draws without ``do_sample``."""
+        drawn = {name: getattr(self, name) for name in ("seed", "temperature", "top_k", "top_p")}
+        options = {name: value for name, value in drawn.items() if value is not None}
+        if options and not self.do_sample:
+            detail = f"'{next(iter(options))}' is of tokens that are drawn"
+            raise SelectorError(detail, hint='add "do_sample": true')
+        default = {"temperature": 1.0} if self.do_sample else {}
+        return Generation(self.steps, stop=self.stop, **default | options)
+
+
 class LayersBody(ChangingBody):
     """The fields of bodies that ask for layers of all inputs."""
 
@@ -124,12 +153,15 @@ class LayersBody(ChangingBody):
         def read_layer(body: LayerBody) -> Selector:
             return body.to_selector(self.pool, self.normalize, self.dtype)
 
-        pool = self.pool if "pool" in self.model_fields_set else None
+        layers, pool = self._list_layers(), self.pool if "pool" in self.model_fields_set else None
         return {
-            "selectors": read_entries(self.layers, "layers", read_layer),
-            "embedding": None if self.layers else Embedding(pool, self.normalize, self.dtype),
+            "selectors": read_entries(layers, "layers", read_layer),
+            "embedding": None if layers else Embedding(pool, self.normalize, self.dtype),
             **super()._read_request(),
         }
+
+    def _list_layers(self) -> list[LayerBody]:
+        return self.layers
 
 
 class ExtractBody(LayersBody):
@@ -140,15 +172,20 @@ class ExtractBody(LayersBody):
         None, min_length=1, max_length=MAX_TEXT, description="the layer whose outputs the inputs are"
     )
     probe: Flag = False
+    generate: GenerateBody | None = None
 
     def _read_request(self) -> dict[str, Any]:
-        layer = self.resume
+        layer, generate = self.resume, self.generate
         return {
             "resume": read_field("/resume", lambda: parse_selector(layer)) if layer is not None else None,
+            "generate": read_field("/generate", generate.to_generation) if generate is not None else None,
             "verify": self.verify,
             "probe": self.probe,
             **super()._read_request(),
         }
+
+    def _list_layers(self) -> list[LayerBody]:
+        return self.layers or ([LayerBody(layer=TOKENS)] if self.generate is not None else [])
 
 
 def _read_shared(body: InterventionBody) -> Intervention:

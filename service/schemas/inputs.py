@@ -28,6 +28,7 @@ from layertap.service.schemas.selection import MAX_INTERVENTIONS, Class, Interve
 
 MAX_TOKENS = 131_072
 MAX_IMAGES = 4096
+MAX_MESSAGES = 1024
 OPTIONS = frozenset({"objective", "class", "target", "interventions"})  # of an input, beside the input itself
 
 
@@ -37,10 +38,24 @@ Tokens = Annotated[
 ]
 
 
+class MessageBody(StrictBody):
+    """A message of a chat."""
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str
+
+
+SomeMessages = Annotated[tuple[MessageBody, ...], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Messages = Annotated[
+    SomeMessages | None, OneError(f"Input should be a list of 1 to {MAX_MESSAGES} objects with 'role' and 'content'")
+]
+
+
 class InputBody(StrictBody):
     """One input: a picture, sound or video (base64 or data URI), a URL, a tensor, a text, tokens, or another input.
 
     ``images``: the frames of one video, each an encoded picture.
+    ``messages``: a text as the model's chat template writes it, up to where the next answer begins.
     ``text_pair``: a second text, which the model reads together with ``text``; ``token_type_ids``: of ``tokens``, the
     text of a pair that each is of. ``rate``: the tensor holds samples of a sound, so many a second. ``tensors``: one
     for each input of a model, by name; ``input``: the index of another input. ``objective``, or ``class`` or ``target``
@@ -57,6 +72,7 @@ class InputBody(StrictBody):
     tensors: Annotated[dict[str, TensorBody], Field(min_length=1, max_length=MAX_FIELDS)] | None = None
     text: str | None = None
     text_pair: str | None = None
+    messages: Messages = None
     tokens: Tokens = None
     token_type_ids: Tokens = None
     input: Index | None = None
@@ -164,5 +180,6 @@ READERS: Mapping[str, Callable[[Any], InputItem]] = {  # of what a field holds
     "tensor": lambda body: ArraysItem({None: body.to_array()}),
     "tensors": _read_tensors,
     "text": TextItem,
+    "messages": lambda bodies: TextItem("", messages=tuple((each.role, each.content) for each in bodies)),
     "tokens": TokensItem,
 }

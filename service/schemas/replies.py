@@ -76,6 +76,7 @@ class FeaturesReply(BaseModel):
 
     ``errors``: of the inputs that were left out. ``interventions``: the layers that each one changed. ``top_classes``:
     for explanations, the best classes of each row; ``top_effects``: for sweeps, the largest effects on each input.
+    ``texts``: what each input's generated tokens say.
     """
 
     model: str
@@ -90,6 +91,7 @@ class FeaturesReply(BaseModel):
     warnings: list[str] = []
     top_classes: list[list[TopClassReply]] = []
     top_effects: list[list[TopEffect]] = []
+    texts: list[str] = []
 
 
 class FeatureSize(BaseModel):
@@ -232,13 +234,15 @@ class EmbeddingChoice(BaseModel):
 class TextInputs(BaseModel):
     """The model's text input; ``vocabulary`` is the number of ids, ``mask`` the name of an input.
 
-    ``cuts``: a text of more than ``max_tokens`` is cut, not refused. ``prompts``: those of its folder, by name.
+    ``generates``: requests may have ``generate``. ``cuts``: a text of more than ``max_tokens`` is cut, not refused.
+    ``prompts``: those of its folder, by name.
     """
 
-    takes: list[Literal["text", "text_pair", "tokens"]]
+    takes: list[Literal["text", "text_pair", "messages", "tokens"]]
     max_tokens: int
     vocabulary: int
     mask: str | None
+    generates: bool = False
     cuts: bool = False
     prompts: dict[str, str] = {}
     default_prompt: str = ""

@@ -165,6 +165,13 @@ def add_warnings(features: Features) -> Features:
     return replace(features, warnings=(*features.warnings, *found[:MAX_NAMED], *others))
 
 
+def find_tokens(features: Features) -> str | None:
+    """The key of the tokens that were generated; None if they were not asked for."""
+    wanted = ".", "[tokens]", "output"
+    receipts = features.receipts.items()
+    return next((key for key, each in receipts if (each.layer, each.path, each.site) == wanted), None)
+
+
 def find_wrong_row(features: Features) -> tuple[int, str] | None:
     """The first row with bad numbers in a single result (rows, …), and what is wrong; None if there is none."""
     ((key, array),) = features.arrays.items()

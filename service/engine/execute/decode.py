@@ -383,15 +383,21 @@ def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[Sequence[in
         raise InputError(f"model {name} takes no pairs of texts", hint="leave 'text_pair' out")
     truncate = item.truncate or (text.truncate if item.pair is None else text.side)
     most = max(CHARACTERS * text.max_tokens, CUT_CHARACTERS if text.is_fast and truncate != "none" else 0)
-    if (size := len(item.text) + len(item.pair or "")) > most:
+    size = len(item.text) + len(item.pair or "") + sum(len(role) + len(content) for role, content in item.messages)
+    if size > most:
         may_cut = text.is_fast and truncate == "none" and size <= CUT_CHARACTERS
         raise InputError(
             f"the text has {size} characters, the limit is {most}",
             hint=f"send it in several inputs{CUT_HINT if may_cut else ''}",
         )
+    if item.messages and text.encode_chat is None:
+        raise InputError(f"model {name} has no chat template", hint="send the chat as one 'text'")
     types = None
     try:
-        if item.pair is None or text.encode_pair is None:
+        if item.messages and text.encode_chat is not None:
+            messages = [{"role": role, "content": content} for role, content in item.messages]
+            tokens, cut = text.encode_chat(messages, text.max_tokens, truncate)
+        elif item.pair is None or text.encode_pair is None:
             encode = text.encode if item.prompt is None else text.encoders[item.prompt]
             tokens, cut = encode(item.text, text.max_tokens, truncate)
         else:

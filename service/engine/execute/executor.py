@@ -62,7 +62,7 @@ class Decoder:
             return None
         characters = 0
         for item in items:
-            if not isinstance(item, TextItem) or item.prompt in text.slow_prompts:
+            if not isinstance(item, TextItem) or item.messages or item.prompt in text.slow_prompts:
                 return None
             prompt = text.default_prompt if item.prompt is None else text.prompts[item.prompt]
             characters += ITEM_CHARACTERS + len(prompt) + len(item.text) + len(item.pair or "")

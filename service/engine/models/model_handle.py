@@ -36,6 +36,7 @@ from layertap.service.engine.schedule.batch_key_cache import BatchKeyCache
 from layertap.service.engine.schedule.pace import Pace
 from layertap.service.engine.schedule.scheduler import ScheduledModel, Scheduler
 from layertap.service.errors import UnavailableError, unloading_error
+from layertap.service.features import Array
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
@@ -153,6 +154,11 @@ class ModelHandle:
         find, keep = partial(catalogs.get_catalog, shapes, functions=functions), partial(catalogs.put_catalog, shapes)
         ask = partial(survey_shape, shapes=shapes, functions=functions)
         return await self._find_or_ask(("survey", shapes, functions), find, keep, ask, deadline, seconds)
+
+    async def decode_tokens(self, tokens: Array, deadline: float) -> tuple[str, ...]:
+        """The texts of generated tokens (rows, steps); () if the model has no tokenizer. DeadlineError."""
+        decode = partial(LoadedModel.decode_tokens, tokens=tokens)
+        return cast("tuple[str, ...]", await self.ask_again(partial(self._scheduler.call, self.key, decode), deadline))
 
     async def verify_resumption(self, start: Tap, shapes: Shapes, deadline: float) -> Resumption:
         """How forwards of a shape resume from a tensor; SelectorError if they can't, DeadlineError."""

@@ -12,10 +12,12 @@ from itertools import chain, pairwise
 from torch import Tensor
 
 from layertap.models.errors import Fault, InputError, LayertapError, OtherCallsError, RequestError, TooLargeError
-from layertap.models.inputs.model_inputs import ModelInputs, read_mask
+from layertap.models.inputs.generation import GENERATE, make_rows
+from layertap.models.inputs.model_inputs import ModelInputs, TextSpec, read_mask
 from layertap.models.plan.plan import Plan
 from layertap.models.plan.poolings import POOLINGS
 from layertap.models.run.batch_slices import JoinedRows
+from layertap.models.spec import Generation
 from layertap.service.engine.admit.admission import Ticket
 from layertap.service.engine.batch import Job, UndecodedError
 from layertap.service.engine.collect.joined_inputs import check_entries, list_entries
@@ -84,7 +86,8 @@ class JobMaker:
         """
         if not items:
             return [make_job(planned, DecodedRows({}), faults, ticket)]
-        deadline, text = ticket.deadline, planned.inputs.text
+        deadline = ticket.deadline
+        text = planned.inputs.text if planned.request.generate is None else None  # each is continued from its own end
         with ticket.timings.step("decode"):
             attempts = await self._decode(planned, items, deadline)
             if text is not None:
@@ -302,12 +305,32 @@ def _sort_attempts(
                 detail = f"an output of {inputs.specs[0].name!r} has another shape than {show_shapes(shapes)}"
                 faults.append(Fault(detail, f"send shape {show_shapes(inputs.shapes)}", input=index))
                 continue
+            rows = dict(attempt)
+            if request.generate is not None:
+                try:
+                    rows[GENERATE] = _continue_rows(rows, request.generate, inputs.text, index)
+                except InputError as error:
+                    faults.append(error.to_fault(f"/inputs/{index}", index))
+                    continue
             cut, origins = ((attempt.cut,), (attempt.origin,)) if isinstance(attempt, CutRows) else ((), ())
-            parts.append(DecodedRows(dict(attempt), (item,), index, cut, origins))
+            parts.append(DecodedRows(rows, (item,), index, cut, origins))
     every = _sort_faults(before, faults)
     if every and (request.on_error == "fail" or not parts):
         raise RequestError.from_faults(every)
     return parts, every
+
+
+def _continue_rows(rows: Rows, generation: Generation, text: TextSpec | None, number: int) -> Tensor:
+    """The input that says how texts go on, the first of which is the request's ``number``-th; InputError."""
+    if text is None:
+        raise InputError("this is no text, and none can go on from it", hint="send a 'text' or 'tokens'")
+    count, tokens = rows[text.ids].shape
+    if text.mask is not None and not bool(rows[text.mask].all()):
+        raise InputError("a text that is padded can't be continued", hint="send its own tokens alone")
+    if tokens + generation.steps > text.max_tokens:
+        detail = f"the text has {tokens} tokens, and with {generation.steps} steps more than {text.max_tokens}"
+        raise InputError(detail, hint="ask for fewer steps, or send a shorter text")
+    return make_rows(generation, range(number, number + count))
 
 
 def _join_parts(parts: Sequence[DecodedRows], inputs: ModelInputs) -> Sequence[DecodedRows]:

@@ -7,7 +7,7 @@ import logging
 import math
 from collections import ChainMap
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from math import prod
 
@@ -26,7 +26,7 @@ from layertap.models.points import GRADIENTS
 from layertap.models.run import fingerprint, verification
 from layertap.models.run.model_info import ModelInfo
 from layertap.models.run.resumption import Resumption, find_start
-from layertap.models.spec import Shapes
+from layertap.models.spec import Generation, Shapes
 from layertap.service.engine.deadline import RunInThread, wait_until
 from layertap.service.engine.execute.item_rows import PredictedRows, find_preprocessed_by, is_reshaped, predict_rows
 from layertap.service.engine.execute.model_calls import OverdueError
@@ -104,6 +104,10 @@ class Planner:
             resumption = await self._resume(request.resume, handle, tower.shapes, deadline)
             inputs = tower.replace_by_output(resumption.takes)
         rows = predict_rows(items, inputs)
+        if request.generate is not None:
+            request = replace(request, generate=_complete_generation(request, request.generate, model))
+            shapes = inputs.make_continued(request.generate.steps)
+            rows = replace(rows, tower=inputs.for_shapes(shapes), shapes=shapes)
         request = await self._name_embedding(request, handle, rows.tower if resumption is None else tower, deadline)
         check_count(rows.count, self._settings)
         request = request.average_over(rows.count)
@@ -148,7 +152,7 @@ class Planner:
         """
         request, inputs, kept, before = planned.request, planned.inputs, planned.kept, planned
         shapes, count = get_row_shapes(rows), len(next(iter(rows.values())))
-        tower = inputs.for_shapes(shapes) if inputs.towers else inputs
+        tower = inputs.for_shapes(shapes) if inputs.towers or request.generate else inputs
         lengths = await self._measure_lengths(rows, tower.text, deadline) if tower.text is not None else None
         key = planned, shapes, count, _describe_lengths(request, lengths)
         if kept is not None and (found := kept.get(key)) is not None:
@@ -261,7 +265,7 @@ class Planner:
         shapes = tower.shapes if tower.text is not None else rows.shapes  # a text's length is measured later
         if rows.uniform or tower.text is not None:
             known = model.catalogs.get_catalog(shapes) is not None
-            if known or _names_unseen_calls(request, model.get_catalog(tower)):
+            if known or request.generate or _names_unseen_calls(request, model.get_catalog(tower)):
                 return await self.survey(handle, shapes, deadline, functions=functions), shapes
         if functions:
             await self.survey(handle, tower.shapes, deadline, functions=True)
@@ -339,6 +343,8 @@ def find_model(handle: ModelHandle, sent: SentInputs) -> ModelInfo:
 
 def needs_functions(request: ExtractRequest) -> bool:
     """Whether a request names arguments or return values of functions, or changes inputs that functions may read."""
+    if request.generate is not None:
+        return False  # those of every step would be too many
     changes = [*request.interventions, *(each for own in request.input_options.values() for each in own.interventions)]
     return any(selector.function is not None for selector in request.list_selectors()) or any(
         change.selector.site == "input" for change in changes
@@ -386,6 +392,32 @@ def find_prompt(request: ExtractRequest, model: ModelInfo) -> str:
     return prompts[request.prompt]
 
 
+def _complete_generation(request: ExtractRequest, asked: Generation, model: ModelInfo) -> Generation:
+    """The generation with the model's own ``stop`` if it names none; RequestError if texts can't be continued so."""
+    text, options = model.text, request.input_options.values()
+    if text is None or text.stop is None:
+        detail = f"model {model.spec.name} does not generate texts"
+        raise _generation_error(detail, "name a causal language model of transformers, or leave 'generate' out")
+    if asked.steps >= text.max_tokens:
+        detail = f"{asked.steps} steps leave no room for a text: the model has {text.max_tokens} tokens"
+        raise _generation_error(detail, "ask for fewer")
+    has_gradients = any(each.site in GRADIENTS for each in request.list_selectors())
+    for what, given in (
+        ("'resume'", request.resume),
+        ("'verify'", request.verify),
+        ("'probe'", request.probe),
+        ("gradients", has_gradients or request.objective or any(each.objective for each in options)),
+    ):
+        if given:
+            hint = "send its tokens as 'tokens', without 'generate'"
+            raise _generation_error(f"a generation takes no {what}", hint)
+    return asked if asked.stop is not None else replace(asked, stop=text.stop)
+
+
+def _generation_error(detail: str, hint: str) -> RequestError:
+    return RequestError.from_faults([Fault(detail, hint, "/generate")])
+
+
 def _list_kinds(sent: SentInputs, inputs: ModelInputs) -> Hashable:
     """What a plan depends on of inputs: how many there are, and their kind; None if they differ, or have odd names."""
     kinds = {_describe_kind(item, inputs) for _, item in sent.items}
@@ -408,6 +440,8 @@ def _identify(planned: PlannedRequest) -> str:
     effect = model.text.effects.get(planned.request.prompt or "", "") if model.text else ""
     if model.text and (effect or prompt != model.text.default_prompt):
         identity = fingerprint.digest_variant(identity, "prompt", prompt, *filter(None, [effect]))
+    if planned.request.generate is not None:
+        identity = fingerprint.digest_variant(identity, "generate", *astuple(planned.request.generate))
     reshaped = shapes if is_reshaped(tower, shapes) else None
     return fingerprint.digest_rows(identity, planned.preprocessed, reshaped, tower.tower)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from weakref import ref
 
 from layertap.models.catalog.catalog import Catalog, Costs
 from layertap.models.devices import memory
@@ -31,7 +32,7 @@ class BatchKeyCache:
         self._replicas = len(devices) // len(self._devices)
         self._settings = settings
         self._max_bytes = _measure_max_bytes(self._devices, self._replicas, settings)
-        self._keys = LRUCache[Hashable, tuple[Catalog, BatchKey]](MAX_KEYS)
+        self._keys = LRUCache[Hashable, tuple[ref[Catalog], BatchKey]](MAX_KEYS)
 
     def get(
         self,
@@ -49,9 +50,12 @@ class BatchKeyCache:
         """
         costs = compiled.costs if compiled else catalog.costs if anchors is None else catalog.graph_costs
         single_row = single_row or (catalog.crosses_rows and not unsplittable)
-        # The entry keeps the catalog alive, so that no other one gets its id.
+        # The entry does not keep the catalog, which may be large, so another one may get its id.
         parts = id(catalog), shapes, anchors, compiled, unsplittable, single_row
-        _, key = self._keys.get_or_create(parts, lambda: (catalog, self._create(catalog, costs, single_row)))
+        of_catalog, key = self._keys.get(parts) or (None, None)
+        if key is None or of_catalog is None or of_catalog() is not catalog:
+            key = self._create(catalog, costs, single_row)
+            self._keys.put(parts, (ref(catalog), key))
         return key
 
     def _create(self, catalog: Catalog, costs: Costs, single_row: bool) -> BatchKey:

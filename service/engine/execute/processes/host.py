@@ -166,9 +166,10 @@ def _describe(model: LoadedModel) -> ModelInfo:
         inputs = replace(inputs, preprocess=replace(how, **NOT_HERE))
     elif isinstance(how, VideoProcessor) and isinstance(how.each, LibraryProcessor):
         inputs = replace(inputs, preprocess=replace(how, each=replace(how.each, **NOT_HERE)))
-    if text is not None and text.encode is not None and not _is_light(text):
-        refused = refuse_here if text.encode_pair else None
-        inputs = replace(inputs, text=replace(text, encode=refuse_here, encode_pair=refused, encoders={}))
+    if text is not None and text.encode is not None:
+        large = () if _is_light(text) else ("encode", "encode_pair")
+        elsewhere: Any = {name: refuse_here for name in (*large, "encode_chat", "decode") if getattr(text, name)}
+        inputs = replace(inputs, text=replace(text, **elsewhere, encoders={} if large else text.encoders))
     return model.describe(model_inputs=inputs, process_bytes=measure_private_bytes())
 
 
