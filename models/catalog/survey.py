@@ -141,26 +141,6 @@ def resize_catalog(configured: Catalog, module: nn.Module, recorder: CallRecorde
     return configured.with_boundaries(number_patches(resized, prefix)) if seen.keys() <= resized.keys() else None
 
 
-def extend_catalog(catalog: Catalog, module: nn.Module, recorder: CallRecorder) -> Catalog:
-    """The catalog of a forward that makes further calls of the same layers: each is like the last one known.
-
-    Orders are those that the recorder saw, and costs grow with them.
-    """
-    modules, orders = Modules(module), recorder.orders
-    numbers: dict[str, int] = {}
-    for side in orders:
-        numbers[side.layer] = max(numbers.get(side.layer, 0), side.call + 1)
-    names = {name: modules.locate(Point(name, 0, (), "output")).layer for name in catalog.layers}
-    counts = {(name, -1, ""): numbers[first] for name, first in names.items() if first in numbers}
-    longer = catalog.with_calls({key: count for key, count in counts.items() if catalog.layers[key[0]].calls})
-    end = max(orders.values())
-    boundaries = dict[Point, CallBoundary]()
-    for point, boundary in longer.boundaries.items():
-        order = orders.get(modules.locate(point), boundary.order)
-        boundaries[point] = replace(boundary, order=order, cost=round(order / end, 4))
-    return longer.with_boundaries(boundaries)
-
-
 def _differ_in_size(info: TensorInfo, other: TensorInfo) -> bool:
     """Whether nothing else than sizes may differ.
 

@@ -14,6 +14,7 @@ from layertap.models.spec import MAX_STOP, Generation, InputSpec
 
 GENERATE = "generate"  # the input's name; of a row (1, steps, WIDTH), every step the same
 WIDTH = 4 + MAX_STOP
+FEW_STEPS = 3  # of a surveyed generation: that of the text, and two of one token each
 
 
 def make_spec(steps: int) -> InputSpec:

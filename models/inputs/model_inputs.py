@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layertap.models.devices.devices import DTYPES
 from layertap.models.inputs.device_decoder import DeviceDecoder
-from layertap.models.inputs.generation import make_spec
+from layertap.models.inputs.generation import FEW_STEPS, make_spec
 from layertap.models.inputs.sound import Media, SoundProcessor
 from layertap.models.inputs.video import VideoProcessor
 from layertap.models.spec import PADDING_MASK, Decode, InputSpec, LeftPadding, Shapes, Tower, Truncate
@@ -205,8 +205,12 @@ class ModelInputs:
 
     def make_continued(self, steps: int) -> Shapes:
         """The configured shape of a text, shortened to leave room for so many tokens that are generated after it."""
-        room = self.text.max_tokens - steps if self.text is not None else 0
+        room = self.text.max_tokens - max(steps, FEW_STEPS) if self.text is not None else 0
         return (*((min(length, room),) for (length,) in self.shapes), make_spec(steps).shape)
+
+    def make_few(self, shapes: Shapes, more: int) -> Shapes:
+        """The shape of a text that is longer by ``more`` tokens, and continued by a few."""
+        return (*((length + more,) for (length,) in shapes[:-1]), make_spec(FEW_STEPS).shape)
 
     @property
     def shapes(self) -> Shapes:

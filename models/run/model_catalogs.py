@@ -16,7 +16,7 @@ import torch
 
 from layertap.models.catalog.call_recorder import NO_SKETCH, CallRecorder
 from layertap.models.catalog.catalog import Catalog, Costs
-from layertap.models.catalog.survey import extend_catalog, name_input_errors, resize_catalog, survey
+from layertap.models.catalog.survey import name_input_errors, resize_catalog, survey
 from layertap.models.catalog.trials import is_same_again, run_alone, try_forward, try_padding
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.devices import TOLERANCE, is_accelerator, use_threads
@@ -38,7 +38,6 @@ CLEAR_SHARE = 0.8  # the share of rounds that must agree
 MAX_FORWARD_S = 3.0  # a larger forward that is expected to take longer is not run
 MIN_THREADED_S = 0.005  # a faster forward has too little work for several threads
 MIN_SPEEDUP = 1.15  # if all threads are not this much faster than one, one is used
-FEW_STEPS = 3  # of a generation whose later steps are like the last of these
 MIN_OWN_SHARE = 0.3  # of the time, for which a forward computes in its own thread; else it waits, or others compute
 T = TypeVar("T")
 Seconds = tuple[float, float]  # of a forward, and of them those in which its thread computed
@@ -217,18 +216,19 @@ def time_call(function: Callable[[], T], device: torch.device) -> tuple[T, float
     return result, max(time.perf_counter() - start, 1e-6)
 
 
-def survey_shape(model: LoadedModel, shapes: Shapes, *, functions: bool = False) -> Catalog:
+def survey_shape(
+    model: LoadedModel, shapes: Shapes, *, functions: bool = False, base: Catalog | None = None
+) -> Catalog:
     """The catalog of a shape, surveyed if not cached; InputError if the model does not take the shape.
 
-    With ``functions`` it includes what functions return. OutOfMemoryError.
+    With ``functions`` it includes what functions return. ``base``: the catalog of another text that is continued by as
+    many steps, of which all but sizes are the same. OutOfMemoryError.
     """
     catalog = model.catalogs.get_catalog(shapes)
     if catalog is None:
-        specs, base = model.model_inputs.with_shapes(shapes), model.catalog
-        if model.model_inputs.count_steps(shapes) and shapes != (few := model.model_inputs.make_continued(FEW_STEPS)):
-            base = survey_shape(model, few)  # all of a generation but its sizes
+        specs = model.model_inputs.with_shapes(shapes)
         with run_noise(model.replica, model.threads):
-            catalog = _resize(model, specs, base)
+            catalog = _resize(model, specs, base or model.catalog)
             if catalog is None:
                 catalog = _survey(model, specs)
                 row_bytes = _measure_row_bytes(model.replica, make_noise_row(specs, model.device, model.dtype))
@@ -306,8 +306,6 @@ def _resize(model: LoadedModel, specs: Sequence[InputSpec], base: Catalog) -> Ca
             seconds = min(seconds, model.catalog.seconds * _compare_sizes(model.shapes, specs))
         elif seconds < QUICK_S or base is not model.catalog:  # what watches it takes a part of that
             _, seconds = time_call(lambda: model.replica(copy_rows(row)), model.device)
-    if base is not model.catalog:
-        base = extend_catalog(base, model.module, recorder)
     catalog = resize_catalog(base, model.module, recorder, model.prefix_tokens)
     if catalog is None:
         return None

@@ -18,7 +18,6 @@ from layertap.service.pictures.sheet import check_sheet
 from layertap.service.settings import Settings
 
 OVERRUN = 4  # a survey may take so many times as long as expected
-GENERATED_ROWS = 2  # the same for each step of a generation, of which all else is known
 SURVEY_ROWS = 6  # rows that a survey runs: 1 first, 1 timed, 3 in one forward, 1 for memory
 
 
@@ -103,8 +102,8 @@ def limit_survey(model: ModelInfo, shapes: Shapes, settings: Settings) -> float:
         ratio = max(prod(new) / prod(known) for new, known in zip(shapes, tower.shapes, strict=True))
     one = min(catalog.seconds, catalog.costs.estimate_seconds(1))  # noise only adds
     steps = model.model_inputs.count_steps(shapes)
-    seconds = (steps * GENERATED_ROWS or SURVEY_ROWS) * ratio * one
-    if (ratio > 1 or steps) and seconds > limit:
+    seconds = SURVEY_ROWS * (steps or 1) * ratio * one
+    if ratio > 1 and seconds > limit:
         reason = f"would take about {seconds:.0f} s to get to know, the limit is {limit:.0f} s"
         raise survey_error(tower, reason)
     return max(limit, OVERRUN * seconds)

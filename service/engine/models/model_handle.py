@@ -143,16 +143,22 @@ class ModelHandle:
         return UnavailableError(detail, hint=hint, retry_after=FAILED_RETRY_S if kind in PASSING else None)
 
     async def survey(
-        self, shapes: Shapes, deadline: float, *, functions: bool = False, seconds: float = math.inf
+        self,
+        shapes: Shapes,
+        deadline: float,
+        *,
+        functions: bool = False,
+        seconds: float = math.inf,
+        base: Catalog | None = None,
     ) -> Catalog:
         """The catalog of rows of a shape; InputError if the model does not take them, DeadlineError.
 
-        With ``functions`` it has the return values of functions. OverdueError if it takes more than so many
-        ``seconds``.
+        With ``functions`` it has the return values of functions; ``base`` as of ``survey_shape``. OverdueError if it
+        takes more than so many ``seconds``.
         """
         catalogs = self.model.catalogs
         find, keep = partial(catalogs.get_catalog, shapes, functions=functions), partial(catalogs.put_catalog, shapes)
-        ask = partial(survey_shape, shapes=shapes, functions=functions)
+        ask = partial(survey_shape, shapes=shapes, functions=functions, base=base)
         return await self._find_or_ask(("survey", shapes, functions), find, keep, ask, deadline, seconds)
 
     async def decode_tokens(self, tokens: Array, deadline: float) -> tuple[str, ...]:

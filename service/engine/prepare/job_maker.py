@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 from torch import Tensor
 
 from layertap.models.errors import Fault, InputError, LayertapError, OtherCallsError, RequestError, TooLargeError
-from layertap.models.inputs.generation import GENERATE, make_rows
+from layertap.models.inputs.generation import FEW_STEPS, GENERATE, make_rows
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec, read_mask
 from layertap.models.plan.plan import Plan
 from layertap.models.plan.poolings import POOLINGS
@@ -327,7 +327,7 @@ def _continue_rows(rows: Rows, generation: Generation, text: TextSpec | None, nu
     count, tokens = rows[text.ids].shape
     if text.mask is not None and not bool(rows[text.mask].all()):
         raise InputError("a text that is padded can't be continued", hint="send its own tokens alone")
-    if tokens + generation.steps > text.max_tokens:
+    if tokens + max(generation.steps, FEW_STEPS) > text.max_tokens:
         detail = f"the text has {tokens} tokens, and with {generation.steps} steps more than {text.max_tokens}"
         raise InputError(detail, hint="ask for fewer steps, or send a shorter text")
     return make_rows(generation, range(number, number + count))

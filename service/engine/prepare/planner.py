@@ -12,7 +12,9 @@ from functools import partial
 from math import prod
 
 from layertap.models.catalog.catalog import Catalog
+from layertap.models.catalog.generated import extend_catalog
 from layertap.models.errors import Fault, InputError, OtherCallsError, RequestError, escape
+from layertap.models.inputs.generation import FEW_STEPS
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.embedding import find_embedding, reduce_embedding
@@ -105,8 +107,8 @@ class Planner:
             inputs = tower.replace_by_output(resumption.takes)
         rows = predict_rows(items, inputs)
         if request.generate is not None:
-            request = replace(request, generate=_complete_generation(request, request.generate, model))
-            shapes = inputs.make_continued(request.generate.steps)
+            generation = _complete_generation(request, request.generate, model)
+            request, shapes = replace(request, generate=generation), inputs.make_continued(generation.steps)
             rows = replace(rows, tower=inputs.for_shapes(shapes), shapes=shapes)
         request = await self._name_embedding(request, handle, rows.tower if resumption is None else tower, deadline)
         check_count(rows.count, self._settings)
@@ -223,9 +225,37 @@ class Planner:
 
         InputError, TooLargeError.
         """
+        if steps := handle.model.model_inputs.count_steps(shapes):
+            return await self._survey_steps(handle, shapes, steps, deadline)
+        return await self._survey(handle, shapes, deadline, functions=functions)
+
+    async def _survey_steps(self, handle: ModelHandle, shapes: Shapes, steps: int, deadline: float) -> Catalog:
+        """The catalog of a text of a shape that is continued, from those of a few steps at its begin and its end."""
+        catalogs, inputs = handle.model.catalogs, handle.model.model_inputs
+        found = catalogs.get_catalog(shapes)
+        if found is None:
+            usual = inputs.make_continued(FEW_STEPS)
+            base = await self._survey(handle, usual, deadline)
+            few, end = [
+                await self._survey(handle, inputs.make_few(shapes, more), deadline, base=base)
+                for more in (0, max(steps - FEW_STEPS, 0))
+            ]
+            found = await self._run_in_thread(partial(extend_catalog, few, end, steps), deadline)
+            catalogs.put_catalog(shapes, found)
+        return found
+
+    async def _survey(
+        self,
+        handle: ModelHandle,
+        shapes: Shapes,
+        deadline: float,
+        *,
+        functions: bool = False,
+        base: Catalog | None = None,
+    ) -> Catalog:
         limit = limit_survey(handle.model, shapes, self._settings)
         try:
-            return await handle.survey(shapes, deadline, functions=functions, seconds=limit)
+            return await handle.survey(shapes, deadline, functions=functions, seconds=limit, base=base)
         except OverdueError:
             reason = f"takes more than {limit:.3g} s to get to know, far more than expected"
             raise survey_error(handle.model.model_inputs.for_shapes(shapes), reason) from None
@@ -262,7 +292,8 @@ class Planner:
     ) -> tuple[Catalog, Shapes | None]:
         """The catalog to plan rows by and the shape that it was measured with; None if theirs is not surveyed yet."""
         model, tower, functions = handle.model, rows.tower, needs_functions(request)
-        shapes = tower.shapes if tower.text is not None else rows.shapes  # a text's length is measured later
+        is_text = tower.text is not None and request.generate is None
+        shapes = tower.shapes if is_text else rows.shapes  # a text's length is measured later
         if rows.uniform or tower.text is not None:
             known = model.catalogs.get_catalog(shapes) is not None
             if known or request.generate or _names_unseen_calls(request, model.get_catalog(tower)):
@@ -398,7 +429,7 @@ def _complete_generation(request: ExtractRequest, asked: Generation, model: Mode
     if text is None or text.stop is None:
         detail = f"model {model.spec.name} does not generate texts"
         raise _generation_error(detail, "name a causal language model of transformers, or leave 'generate' out")
-    if asked.steps >= text.max_tokens:
+    if max(asked.steps, FEW_STEPS) >= text.max_tokens:
         detail = f"{asked.steps} steps leave no room for a text: the model has {text.max_tokens} tokens"
         raise _generation_error(detail, "ask for fewer")
     has_gradients = any(each.site in GRADIENTS for each in request.list_selectors())
