@@ -48,6 +48,7 @@ class ExtractOptions(CallOptions, total=False):
     verify: bool
     resume: str | None
     probe: bool
+    generate: Mapping[str, Any] | None
 
 
 class ExplainOptions(CallOptions, total=False):

@@ -18,7 +18,7 @@ from layertap_client.models import align
 MAX_MEASURED = 1 << 24  # numbers of an array of which a repr still computes statistics
 HEADERS = ("result", "shape", "dtype", "min", "mean", "max", "fingerprint")
 SCALE = ".scale"
-LISTS = ("errors", "interventions", "warnings", "top_effects", "top_classes")  # in a reply's metadata
+LISTS = ("errors", "interventions", "warnings", "top_effects", "top_classes", "texts")  # in a reply's metadata
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -32,7 +32,7 @@ class Result(Mapping[str, Array]):
     that of all vectors, "" where they have several, by their receipts: those of one space may be compared. ``attempts``
     counts how often the request was sent. ``top_effects``: of a sweep, each input's largest;
     ``top_classes``: of an explanation, each picture's best, with ``class``, ``score`` and perhaps ``probability`` and
-    ``label``.
+    ``label``. ``texts``: what each input's generated tokens say.
     """
 
     arrays: Mapping[str, Array]
@@ -51,6 +51,7 @@ class Result(Mapping[str, Array]):
     top_effects: tuple[tuple[Mapping[str, Any], ...], ...] = ()
     top_classes: tuple[tuple[Mapping[str, Any], ...], ...] = ()
     space: str = ""
+    texts: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Array:
         return self.arrays[name]
@@ -113,6 +114,7 @@ def read_result(reply: Reply) -> Result:
         tuple(map(tuple, lists["top_effects"])),
         tuple(map(tuple, lists["top_classes"])),
         metadata.get("space", ""),
+        tuple(lists["texts"]),
     )
 
 

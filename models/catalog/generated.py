@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.inputs.generation import FEW_STEPS, GENERATE
@@ -41,21 +42,23 @@ def _extend(layer: Layer, end: Layer, steps: int) -> Layer:
     calls = list(layer.calls[: steps * count])
     for step in range(FEW_STEPS, steps):
         for number in range(count, 2 * count):
-            each = (kept.calls[number + shift] for kept, shift in ((layer, 0), (layer, count), (end, count)))
-            calls.append(_grow_call(*each, step + 1 - FEW_STEPS))
+            one, two, last = layer.calls[number], layer.calls[number + count], end.calls[number + count]
+            calls.append(_grow_call(one, two, last, step + 1 - FEW_STEPS))
     return replace(layer, calls=tuple(calls))
 
 
-def _grow_call(one: Call, two: Call, end: Call, by: int) -> Call:
-    sides = {}
-    for name in ("input", "output", "attention", "attention_sink"):
-        boundaries = [getattr(call, name) for call in (one, two, end)]
-        sides[name] = None if None in boundaries else _grow(*boundaries, by)
-    return replace(two, **sides)
+def _grow_call(one: Call, two: Call, last: Call, by: int) -> Call:
+    """The call ``by`` calls after ``two``, before which ``one`` was."""
+    befores, lasts = one.boundaries, last.boundaries
+    grown: dict[str, Any] = {}
+    for site, side in two.boundaries.items():
+        before, most = befores[site], lasts[site]
+        if side is not None and before is not None and most is not None:
+            grown[site] = _grow(before, side, most, by)
+    return replace(two, **grown)
 
 
 def _grow(one: CallBoundary, two: CallBoundary, end: CallBoundary, by: int) -> CallBoundary:
-    """One side of a call ``by`` calls after ``two``, before which ``one`` was."""
     tensors = two.tensors
     if [each.shape for each in one.tensors] != [each.shape for each in tensors]:
         tensors = tuple(_grow_info(*each, by) for each in zip(one.tensors, tensors, end.tensors, strict=False))
@@ -77,7 +80,8 @@ def _scale(layers: Mapping[str, Layer], total: float) -> dict[str, Layer]:
     """Layers with their costs as shares of a longer forward."""
 
     def scale(call: Call) -> Call:
-        known = {name: side for name, side in call.boundaries.items() if side is not None}
-        return replace(call, **{name: replace(each, cost=round(each.cost / total, 4)) for name, each in known.items()})
+        known = [(site, side) for site, side in call.boundaries.items() if side is not None]
+        scaled: dict[str, Any] = {site: replace(side, cost=round(side.cost / total, 4)) for site, side in known}
+        return replace(call, **scaled)
 
     return {name: replace(layer, calls=tuple(map(scale, layer.calls))) for name, layer in layers.items()}

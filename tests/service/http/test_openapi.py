@@ -242,7 +242,8 @@ RARE = {
     "Checkpoint": {"adapter"},  # of a folder of peft
     "Tensor": {"heads"},  # of a function
     "AttentionTensor": {"heads"},  # which has an axis for them
-    "TextInputs": {"cuts", "prompts", "default_prompt"},  # of a sentence-transformers folder
+    "TextInputs": {"cuts", "prompts", "default_prompt", "generates"},  # of a folder of transformers
+    "FeaturesReply": {"texts"},  # of a generation
     "Model": {
         "replacement",
         "outputs",
