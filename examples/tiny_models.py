@@ -1,4 +1,4 @@
-"""Write tiny models with random weights, a sound, and a configuration that serves them, into a folder.
+"""Write tiny models with random weights, a sound, a video, and configurations that serve them, into a folder.
 
 .venv/bin/python examples/tiny_models.py out/tiny
 """
@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from string import ascii_lowercase
 
+import av
+import numpy as np
 import torch
 import transformers
 from sentence_transformers import MultiVectorEncoder, SparseEncoder
@@ -31,6 +33,10 @@ models:
   - {name: colbert, source: "transformers:colbert", device: cpu}
   - {name: wave, source: "transformers:wave", device: cpu}
 aliases: {rerank: reranker}
+"""
+OF_VIDEOS = """
+models:
+  - {name: clips, source: "transformers:clips", device: cpu}
 """
 
 
@@ -71,11 +77,27 @@ def write_wave(folder: Path) -> None:
         file.writeframes(b"".join(struct.pack("<h", int(9000 * math.sin(0.05 * n))) for n in range(44100)))
 
 
+def write_clips(folder: Path) -> None:
+    """A model of videos, and beside it three seconds that become light, ``clip.mp4``."""
+    config = transformers.VideoMAEConfig(num_frames=4, image_size=32, **SIZES)
+    transformers.VideoMAEModel(config).save_pretrained(folder)
+    size = {"height": 32, "width": 32}
+    transformers.VideoMAEImageProcessor(size={"shortest_edge": 32}, crop_size=size).save_pretrained(folder)
+    with av.open(str(folder.parent / "clip.mp4"), "w") as file:
+        track = file.add_stream("mpeg4", rate=10)
+        track.width, track.height, track.pix_fmt = 64, 48, "yuv420p"
+        for number in range(30):
+            picture = np.full((48, 64, 3), 8 * number, np.uint8)
+            file.mux(track.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        file.mux(track.encode())
+
+
 MODELS: dict[str, Callable[[Path], None]] = {
     "reranker": write_reranker,
     "splade": write_splade,
     "colbert": write_colbert,
     "wave": write_wave,
+    "clips": write_clips,
 }
 
 
@@ -87,6 +109,7 @@ def main(folder: Path) -> None:
         (folder / name).mkdir(parents=True, exist_ok=True)
         write(folder / name)
     (folder / "models.yaml").write_text(CONFIGURATION, encoding="utf-8")
+    (folder / "clips.yaml").write_text(OF_VIDEOS, encoding="utf-8")
 
 
 if __name__ == "__main__":

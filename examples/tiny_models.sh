@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One request to each of the models that tiny_models.py writes.
+# One request to each of the models in the models.yaml that tiny_models.py writes.
 set -euo pipefail
 url=${LAYERTAP_URL:-http://127.0.0.1:8000}
 folder=${1:-out/tiny}

@@ -28,7 +28,7 @@ from tests.service.cli.commands import Done, run_here
 
 ROOT = Path(__file__).parents[2]
 PRINTED_ADDRESS = "127.0.0.1:8000"
-OF_WORKERS = frozenset({"out/video.yaml"})  # configurations of pages that send what workers alone decode
+OF_WORKERS = frozenset({"out/tiny/clips.yaml"})  # configurations of pages that send what workers alone decode
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SERVE = re.compile(r'make serve(?: ARGS="(?P<words>[^"]*)")?\n')
 PLAIN = re.compile(r"^(\.venv/bin/(?:layertap|python [^-\s]\S*) [^|<>&;$\\\n]*)$", re.MULTILINE)  # needs no shell
