@@ -43,8 +43,8 @@ SITES: dict[Site, Literal["output", "input", "attention", "attention_sink"]] = {
     "attention_sink": "attention_sink",
     "attention_grad": "attention",
 }
-GRADIENT_SITES = {value: site for site, value in SITES.items() if site != value}  # by the site of the value
-GRADIENTS = frozenset(GRADIENT_SITES.values())
+GRADIENT_SITES: dict[Site, Site] = {"output": "grad_output", "input": "grad_input", "attention": "attention_grad"}
+GRADIENTS: frozenset[Site] = frozenset({*GRADIENT_SITES.values(), "grad_weight"})
 ATTENTION: frozenset[Site] = frozenset({"attention", "attention_sink", "attention_grad"})
 EDITABLE: frozenset[Site] = frozenset({"output", "input", "grad_output", "grad_input", "attention"})
 OF_FUNCTIONS = tuple(site for site in SITES if site not in {*ATTENTION, "grad_weight"})
