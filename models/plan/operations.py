@@ -132,7 +132,11 @@ def _change_each(part: RowTensor, operation: Operation, row_offset: int) -> Tens
     axes = [row_axis, *(axis + (axis > row_axis) for axis in of_each)]  # behind the rows are the entries of each
     front = list(range(len(axes)))
     changed = part.value.clone()
-    view = torch.unflatten(changed, row_axis, (part.rows, -1)).movedim(axes, front)
+
+    def view_entries(value: Tensor) -> Tensor:
+        return torch.unflatten(value, row_axis, (part.rows, -1)).movedim(axes, front)
+
+    view = view_entries(changed)
     numbers = torch.arange(row_offset, row_offset + part.rows, device=device)
     entries = torch.unravel_index(numbers, view.shape[1 : len(axes)])
     index = (torch.arange(part.rows, device=device), *entries)
@@ -142,7 +146,7 @@ def _change_each(part: RowTensor, operation: Operation, row_offset: int) -> Tens
         rows = (row if info.entries_per_row > 1 else row.unsqueeze(row_axis)).unsqueeze(row_axis).movedim(axes, front)
         operand = rows[torch.zeros_like(numbers), *entries]
     elif operation.project is not None:
-        operand = project(part, operation.project).value.to(part.value.dtype).movedim(axes, front)[index]
+        operand = view_entries(project(part, operation.project).value.to(part.value.dtype))[index]
     elif OPERATIONS[operation.op].by_row:
         operand = _draw(chosen.shape[1:], operation, operation.row or 0).to(chosen).expand_as(chosen)
     view[index] = _change(chosen, operation, operand)
