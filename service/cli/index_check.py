@@ -19,7 +19,8 @@ from layertap.service.cli.setup import connect
 from layertap.service.probes import Probe, is_rounding, measure_change, parse_probe
 from layertap_client import AsyncClient, InvalidRequestError
 
-OF_ENTRY = ("layer", "call", "path", "site", "pool", "normalize", "layout", *AXES, "by", "over", "edges")
+PLACE = ("layer", "call", "path", "site", "layout")
+OF_ENTRY = (*PLACE, "pool", "normalize", *AXES, "by", "over", "edges", "grid", "sample")
 HINT = (
     "give a .json, .safetensors or .parquet file with receipts, or a folder of `bulk`; "
     "pandas drops the receipts of Parquet files: join them with pyarrow.concat_tables"

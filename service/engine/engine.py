@@ -11,11 +11,12 @@ from operator import attrgetter
 from typing import TypeVar
 
 from layertap.models.errors import InputError, LayerNotReachedError, LayertapError, OtherCallsError, RequestError
+from layertap.models.points import Point
 from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
 from layertap.service.engine.admit.unsent_replies import UnsentReplies
 from layertap.service.engine.batch import Job, Results, UndecodedError
-from layertap.service.engine.collect.joined_inputs import join_inputs
+from layertap.service.engine.collect.joined_inputs import check_entries, join_inputs, list_entries
 from layertap.service.engine.collect.results import add_warnings, collect_features, find_tokens
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.execute.threads import start_single_threaded
@@ -278,7 +279,11 @@ class Engine:
         ticket.resize(sum(job.rows for job in jobs))
         run = partial(self._run_each, planned.request) if planned.apart else self._run
         try:
-            return await run(jobs, ticket.deadline)
+            answers = await run(jobs, ticket.deadline)
+            if any(job.plan_again for job in jobs):  # results may be larger than planned
+                ran, reply = [job for job, _ in answers], planned.request.reply
+                check_entries(list_entries(ran), len(ran), reply, self.settings.max_results)
+            return answers
         except OF_INPUT as error:
             if not _may_go_apart(planned, error):
                 raise
@@ -311,7 +316,7 @@ class Engine:
         for job, outcome in zip(jobs, outcomes, strict=True):
             if not isinstance(outcome, BaseException):
                 answers += outcome
-            elif isinstance(outcome, OF_INPUT) and request.may_skip(outcome):
+            elif isinstance(outcome, (*OF_INPUT, RequestError)) and request.may_skip(outcome):
                 faults.append(outcome.to_fault(f"/inputs/{job.input_index}", job.input_index))
             else:
                 raise outcome
@@ -343,7 +348,13 @@ class Engine:
                 if job.plan_again is None or not left or is_final:
                     raise
                 job = await job.plan_again(error)
+            except LayertapError:
+                raise
+            except Exception:
+                await _check_sizes(job)
+                raise
             else:
+                await _check_sizes(job)
                 if not counts_calls:
                     break
             counts_calls = False
@@ -394,3 +405,13 @@ def _consume(function: Callable[[list[U]], T], values: list[U]) -> T:
 
 def _collect(answers: list[Answer]) -> list[Features]:
     return [collect_features(job, results) for job, results in answers]
+
+
+async def _check_sizes(job: Job) -> None:
+    """RequestError if what a job asks for does not fit the sizes that were an example until its forward had them."""
+    catalog = job.prepared.catalog
+    if catalog.sizes_known or job.plan_again is None:
+        return
+    as_planned, info = OtherCallsError(""), catalog.outputs[0]
+    as_planned.shapes = {Point(".", 0, info.path, "output"): info.shape}
+    await job.plan_again(as_planned)

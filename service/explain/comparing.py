@@ -22,7 +22,8 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest, ReplyOptions, SentInputs
 from layertap.service.features import Features
 
-MAX_PRODUCTS = 2**31  # pairs of layers, times the cube of the number of inputs: some seconds
+MAX_WORK = 2**31  # pairs of layers, times the cube of the number of inputs and what a pair takes anyway: some seconds
+PAIR_WORK = 2**16
 Numbers = NDArray[np.float64]
 Side = tuple[Features, dict[Measure, list[Numbers]]]  # features without arrays; what is kept of each layer
 
@@ -88,20 +89,42 @@ async def compare(engine: Engine, request: ExtractRequest, sent: SentInputs, tic
     comparison = request.comparison
     if comparison is None:
         raise ValueError("the request asks for no comparison")
-    sent = await engine.fetch(request, sent, ticket)
     asked = [replace(request, comparison=None, reply=ReplyOptions(limits=request.reply.limits))]
     if comparison.selectors:
         plain: dict[str, Any] = {"embedding": None, "interventions": (), "objective": None, "input_options": {}}
         asked.append(replace(asked[0], model=comparison.model, selectors=comparison.selectors, **plain))
-    sides = []
+    sent = await engine.fetch(asked[0], sent, ticket)
+    sides: list[Side] = []
     for each in asked:
-        features = await engine.extract(each, sent, ticket)
+        try:
+            features = await engine.extract(each, sent, ticket)
+        except RequestError as error:
+            if not sides:
+                raise
+            raise _point_to_other(error) from None
+        known = [*(len(side[0].receipts) for side in sides), len(features.receipts)]
+        _check_size(comparison.measures, features.rows, known, engine.settings.max_json_numbers)
         kept = 2 * 8 * features.rows**2 * len(features.arrays) * len(comparison.measures)
-        ticket.reserve_bytes(kept + 4 * max(array.nbytes for array in features.arrays.values()))
+        ticket.reserve_bytes(kept + 3 * 8 * max(array.size for array in features.arrays.values()))
         describe = partial(_describe, features, comparison.measures)
         sides.append(await engine.run_in_thread(describe, ticket.deadline))
         del features, describe  # before the other model runs
-    return await engine.run_in_thread(partial(_make_reply, sides, engine.settings.max_json_numbers), ticket.deadline)
+    return await engine.run_in_thread(partial(_make_reply, sides), ticket.deadline)
+
+
+def _point_to_other(error: RequestError) -> RequestError:
+    """The error of the other model's layers, by the fields that name these."""
+    faults = [replace(each, pointer=f"/with{each.pointer}") if each.pointer else each for each in error.faults]
+    return RequestError.from_faults(faults) if faults else error
+
+
+def _check_size(measures: Sequence[Measure], rows: int, layers: Sequence[int], max_numbers: int) -> None:
+    """TooLargeError for more pairs of layers than can be compared, or than a reply has numbers."""
+    pairs = layers[0] * layers[-1]
+    numbers = sum(layers) * rows**2 if "gram" in measures else pairs
+    if pairs * (rows**3 + PAIR_WORK) > MAX_WORK or max(numbers, pairs) > max_numbers:
+        detail = f"the comparison of {pairs} pairs of layers by {rows} inputs is too large"
+        raise TooLargeError(detail, hint="name fewer layers, or send fewer inputs")
 
 
 def _describe(features: Features, measures: Sequence[Measure]) -> Side:
@@ -121,17 +144,9 @@ def _describe(features: Features, measures: Sequence[Measure]) -> Side:
     return replace(features, arrays={}), kept
 
 
-def _make_reply(sides: Sequence[Side], max_numbers: int) -> dict[str, Any]:
-    """The fields of the reply; TooLargeError."""
+def _make_reply(sides: Sequence[Side]) -> dict[str, Any]:
+    """The fields of the reply."""
     (features, kept), (others, kept_others) = sides[0], sides[-1]
-    pairs, rows = len(features.receipts) * len(others.receipts), features.rows
-    grams = (len(features.receipts) + len(others.receipts)) * rows**2
-    sizes = {"procrustes": (pairs * rows**3, MAX_PRODUCTS), "gram": (grams, max_numbers), "cka": (pairs, max_numbers)}
-    for name in kept:
-        size, limit = sizes.get(name, (0, 0))
-        if size > limit:
-            detail = f"{name!r} of {rows} inputs and {pairs} pairs of layers takes {size} numbers, the limit is {limit}"
-            raise TooLargeError(detail, hint="name fewer layers, or send fewer inputs")
     tables = {name: MEASURES[name].compare(kept[name], kept_others[name]) for name in kept}
     digests = [each.fingerprint for each, _ in sides]
     return {
@@ -139,8 +154,8 @@ def _make_reply(sides: Sequence[Side], max_numbers: int) -> dict[str, Any]:
         "other_model": others.model,
         "layers": list(features.receipts),
         "other_layers": list(others.receipts),
-        "rows": rows,
+        "rows": features.rows,
         "fingerprint": fingerprint.digest_explanation(f"compare {list(kept)}", digests),
         "measures": tables,
-        **({"warnings": warnings} if (warnings := [*features.warnings, *others.warnings]) else {}),
+        **({"warnings": [*warnings]} if (warnings := dict.fromkeys([*features.warnings, *others.warnings])) else {}),
     }

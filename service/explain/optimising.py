@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from layertap.models.errors import SelectorError
+from layertap.models.errors import Fault, RequestError, SelectorError
 from layertap.models.explanations.ascent import Ascent
 from layertap.models.inputs.preprocess import restore_pixels
 from layertap.models.plan.plan import Capture, ResolvedObjective, Result, ResultSize
@@ -97,6 +97,13 @@ async def prepare(engine: Engine, request: ExtractRequest, sent: SentInputs, tic
     asked = request.optimisation
     if asked is None:
         raise ValueError("the request asks for no optimisation")
+    every = [request.for_input(index) for index, _ in sent.items]
+    if any(each.objective is not None and each.objective.over is not None for each in every):
+        raise RequestError.from_faults(
+            [Fault("each input has an objective of its own", "leave 'over' out", "/objective")]
+        )
+    if any(change.operation.source is not None for each in every for change in each.interventions):
+        raise SelectorError("the input that 'from' names would change with each step", hint="send its 'tensor' instead")
     handle = await engine.get_handle(request.model, ticket)
     sent = split_batch(sent, handle.model.model_inputs, engine.settings)
     steps, inputs = asked.steps + 1, len(sent.items)  # the last one measures only

@@ -184,39 +184,44 @@ class Edit:
 
 
 async def _attribute(engine: Engine, prepared: PreparedSweep, rows: Sequence[SweptRow], ticket: Ticket) -> None:
-    """Estimate the metric of all edits by values and gradients of the unedited rows."""
+    """Estimate the metric of all edits by values and gradients of the unedited rows, some places at a time."""
     request = prepared.request
-    changes = [change for row in rows for place in row.places for change in place.changes]
-    points = dict.fromkeys(point for change in changes for point in (change.point, change.point.gradient))
     wanted = replace(
         request,
-        selectors=tuple(make_selector(point, point.text) for point in points),
         objective=request.objective or Objective(),
         sweep=None,
         input_options={index: request.input_options.get(index, InputOptions()) for index, _ in prepared.sent.items},
+        on_error="fail",
         reply=ReplyOptions(),
     )
-    with ticket.return_bytes():
-        parts = await engine.extract_parts(wanted, prepared.sent, ticket)
-        for row, part in zip(rows, parts, strict=True):
-            await engine.run_in_thread(partial(_estimate, row, part.arrays), ticket.deadline)
+    count = max(len(row.places) for row in rows)
+    widest = max(len(place.changes) for row in rows for place in row.places)
+    step = max(1, engine.settings.max_results // (2 * widest))  # a value and a gradient of each change
+    for start in range(0, count, step):
+        numbers = range(start, min(start + step, count))
+        changes = [each for row in rows for place in row.places[start : start + step] for each in place.changes]
+        points = dict.fromkeys(point for each in changes for point in (each.point, each.point.gradient))
+        selectors = tuple(make_selector(point, point.text) for point in points)
+        with ticket.return_bytes():
+            parts = await engine.extract_parts(replace(wanted, selectors=selectors), prepared.sent, ticket)
+            for row, part in zip(rows, parts, strict=True):
+                for number in numbers[: len(row.places) - start]:
+                    await engine.run_in_thread(partial(_estimate, row, number, part.arrays), ticket.deadline)
 
 
-def _estimate(row: SweptRow, found: Mapping[str, Array]) -> None:
-    """Store the estimated metrics of a row's edits."""
+def _estimate(row: SweptRow, number: int, found: Mapping[str, Array]) -> None:
+    """Store the estimated metrics of a place's edits in a row."""
     (metric,) = row.results[row.job.plan.results[0].capture].values
 
     def read(change: ResolvedIntervention, point: Point) -> RowTensor:
         tensor = RowTensor.from_hook(torch.tensor(found[point.text]), change.info, row.job.token_mask)
         return next(tensor.strip()) if tensor.is_padded else tensor
 
-    for number, array in enumerate(row.arrays):
-        for value in range(len(row.sweep.tried)):
-            effects = [
-                estimate_effects(read(each, each.point), read(each, each.point.gradient), each.operation)
-                for each in row.list_changes(number, value)
-            ]
-            array[:, value] = metric + torch.stack(effects).sum(0).flatten().numpy()
+    tensors = [(read(each, each.point), read(each, each.point.gradient)) for each in row.places[number].changes]
+    for value in range(len(row.sweep.tried)):
+        changes = row.list_changes(number, value)
+        effects = [estimate_effects(*each, change.operation) for each, change in zip(tensors, changes, strict=True)]
+        row.arrays[number][:, value] = metric + torch.stack(effects).sum(0).flatten().numpy()
 
 
 def _make_jobs(chunk: Sequence[Edit]) -> list[Job]:

@@ -40,6 +40,7 @@ from layertap.service.schemas.base import (
 )
 from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.selection import (
+    INDICES,
     MAX_INTERVENTIONS,
     InterventionBody,
     LayerBody,
@@ -47,6 +48,7 @@ from layertap.service.schemas.selection import (
     MetricBody,
     ObjectiveBody,
     OperationBody,
+    PlaceBody,
     SomeClass,
     SweepPlace,
     SweepPlaceBody,
@@ -320,12 +322,13 @@ class SweepBody(ChangingBody, OperationBody):
             detail = "a gradient tells nothing of noise, nor of the distance to the unedited output"
             raise RequestError.from_faults([Fault(detail, "leave 'attribution' out", "/attribution")])
 
+        changes: dict[str, Any] = {number: max(self.values, key=abs)} if number else {}
+        each = tuple(EACH[axis] for axis in self.each) or None
+        edit = replace(read_field("", partial(self.to_operation, PlaceBody())), each=each, **changes)
+
         def read_place(body: SweepPlaceBody) -> Intervention:
-            operation = self.to_operation(body)
-            changes: dict[str, Any] = {number: max(self.values, key=abs)} if number else {}
-            each = tuple(EACH[axis] for axis in self.each)
             selector = replace(body.parse_place(), alias=body.alias)
-            return Intervention(selector, replace(operation, each=each or None, **changes))
+            return Intervention(selector, replace(edit, **{name: getattr(body, name) for name in INDICES}))
 
         places = read_entries(self.layers, "layers", read_place)
         return {

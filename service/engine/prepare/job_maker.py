@@ -202,6 +202,8 @@ class JobMaker:
 
         async def plan_again(other: OtherCallsError) -> Job:
             again = await self._planner.replan(planned, part.rows, part.items, ticket.deadline, other)
+            if (more := again.nbytes - planned.nbytes) > 0:
+                ticket.reserve_bytes(more)
             return self._make_input_job(again, part, number, faults, ticket)
 
         job = make_job(planned, part, faults, ticket)

@@ -157,7 +157,7 @@ class Planner:
         tower = inputs.for_shapes(shapes) if inputs.towers or request.generate else inputs
         lengths = await self._measure_lengths(rows, tower.text, deadline) if tower.text is not None else None
         key = planned, shapes, count, _describe_lengths(request, lengths)
-        if kept is not None and (found := kept.get(key)) is not None:
+        if kept is not None and other is None and (found := kept.get(key)) is not None:
             return found
         preprocessed = find_preprocessed_by(items, tower, shapes)
         planned = replace(before, tower=tower, preprocessed=preprocessed, shapes=shapes, rows=count)
@@ -169,15 +169,18 @@ class Planner:
         if is_as_planned and lengths is None and other is None and not request.input_options:
             planned = replace(planned, reply_bytes=check_reply_size(planned.plan, count, request.reply))
         else:
-            planned = await self._complete(planned, lengths, deadline)
-        if kept is not None:
+            planned = await self._complete(planned, lengths, deadline, comes_again=other is None)
+        if kept is not None and other is None:
             kept.put(key, planned)
         return planned
 
-    async def _complete(self, planned: PlannedRequest, lengths: TextLengths | None, deadline: float) -> PlannedRequest:
+    async def _complete(
+        self, planned: PlannedRequest, lengths: TextLengths | None, deadline: float, *, comes_again: bool = True
+    ) -> PlannedRequest:
         """A request with the plan by its catalog, and the bytes of its results; RequestError, TooLargeError.
 
-        Results are taken to be as large as they are at least, if the catalog is one of another shape.
+        Results are taken to be as large as they are at least, if the catalog is one of another shape. ``comes_again``:
+        whether the catalog is one that other requests will find.
         """
         request, catalog, kept = planned.request, planned.catalog, planned.handle.planned
         identity = _identify(planned)
@@ -188,7 +191,7 @@ class Planner:
             projections = self.list_projections(planned.handle)
             make = partial(_make_plan, planned, identity, lengths, projections, self._settings.max_results)
             plan, fingerprints, spaces = await self._run_in_thread(make, deadline)
-            if request.is_small and len(plan.results) <= MAX_LAYERS:
+            if comes_again and request.is_small and len(plan.results) <= MAX_LAYERS:
                 kept.put(key, (catalog, plan, fingerprints, spaces))  # keeps the catalog alive, and its id unique
         likely = plan
         if planned.shapes != planned.catalog_shapes:
