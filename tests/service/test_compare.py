@@ -174,6 +174,7 @@ REFUSED: list[tuple[Json, int, str]] = [
     ({"inputs": [tensor(IMAGES[0])]}, 422, "one input has nothing to be compared with"),
     ({"measures": ["cca"]}, 422, "Input should be 'cka', 'rsa', 'procrustes', 'gram' or a list of some"),
     ({"with": {"model": "vit", "layers": ["nowhere"]}}, 422, "there is no layer 'nowhere'"),
+    ({"with": {"model": "vit", "layers": ["norm", "nowhere"]}}, 422, "'pointer': '/with/layers/1'"),
     ({"with": {"model": "nobody", "layers": ["norm"]}}, 404, "there is no model 'nobody'"),
     ({"on_error": "skip"}, 422, "Input should be 'fail'"),
     (
@@ -192,7 +193,7 @@ def test_refused(nets: Nets, monkeypatch: pytest.MonkeyPatch) -> None:
         reply = nets.live.client.post("/compare", json={**body, **fields})
         found = problem(reply, status)
         assert said in str(found), found
-    monkeypatch.setattr(comparing, "MAX_PRODUCTS", 4 * 12**3 - 1)
+    monkeypatch.setattr(comparing, "MAX_WORK", 4 * (12**3 + 2**16) - 1)
     reply = nets.live.client.post("/compare", json={**body, "measures": "procrustes"})
-    assert "'procrustes' of 12 inputs and 4 pairs of layers takes 6912" in problem(reply, 413)["detail"]
+    assert "4 pairs of layers by 12 inputs is too large" in problem(reply, 413)["detail"]
     assert nets.live.client.post("/compare?format=npz", json=body).status_code == 406

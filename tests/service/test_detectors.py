@@ -118,6 +118,36 @@ def test_box_that_is_not_there(live: Live) -> None:
         assert "'channel'" in problem(live.client.post("/extract", json={**body, **sent}), 422)["detail"]
 
 
+REFUSED: dict[str, Json] = {
+    "channel": {"layers": ["backbone"], "interventions": [{"layer": "backbone", "op": "zero", "channels": [999]}]},
+    "objective": {"layers": [".:grad_input"], "objective": {"kind": "layer", "layer": "backbone", "channel": 999}},
+    "no boxes": {"layers": [{"layer": ".[0][scores]", "pool": "max"}], "inputs": [tensor(PICTURES[EMPTY].numpy())]},
+    "no statistics": {"layers": [{"layer": ".[0][scores]", "stats": ["mean"]}]},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("model", ["rcnn", "empty"])
+def test_refused(live: Live, model: str, case: str) -> None:
+    """What a picture's sizes don't allow is refused, also if they are those that the survey saw; skipped if asked."""
+    picture = PICTURES[0] if model == "rcnn" else PICTURES[EMPTY]
+    full = tensor(PICTURES[FULL].numpy())
+    body = {"model": model, "inputs": [tensor(picture.numpy())], **REFUSED[case]}
+    if case == "no statistics":
+        body["inputs"] = [tensor(PICTURES[EMPTY].numpy())]
+    problem(live.client.post("/extract", json=body), 422)
+    if case.startswith("no "):
+        reply = live.client.post("/extract", json={**body, "inputs": [full, *body["inputs"]], "on_error": "skip"})
+        assert (reply.status_code, reply.headers["x-layertap-skipped"]) == (200, "1"), reply.text
+
+
+def test_larger_than_planned(serve: Serve) -> None:
+    """A reply is bounded by what pictures turn out to have, not by what the survey saw."""
+    with serve(configured(spec("rcnn", IMAGES)), max_json_numbers=40) as small:
+        body = {"model": "rcnn", "inputs": [tensor(each.numpy()) for each in PICTURES], "layers": [".[0][boxes]"]}
+        problem(small.client.post("/extract", json=body), 413)
+
+
 def test_single_input() -> None:
     """A list is of the only input: of several the forward's own code makes one."""
     with pytest.raises(LoadError, match="only input"):

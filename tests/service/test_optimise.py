@@ -322,6 +322,12 @@ REFUSED: dict[str, tuple[Json, int, str]] = {
         "for pictures",
     ),
     "a clamp the wrong way": ({"clamp": [1, 0]}, 422, "the least first"),
+    "a mean over inputs": ({"objective": {"kind": "cross_entropy", "over": "inputs"}}, 422, "leave 'over' out"),
+    "a source that changes": (
+        {"inputs": [*INPUTS[:1], {"input": 0, "interventions": [{"layer": "block1", "op": "add", "from": {"input": 0}}]}]},
+        422,
+        "would change with each step",
+    ),
     "too many steps": ({"steps": 513}, 422, "512"),
     "too many inputs for the steps": ({"steps": 512, "inputs": INPUTS * 20}, 413, "fewer 'steps'"),
 }

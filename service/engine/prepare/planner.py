@@ -129,7 +129,7 @@ class Planner:
             preprocessed=find_preprocessed_by(items, rows.tower, rows.shapes),
             shapes=rows.shapes,
             rows=rows.count,
-            apart=bool(request.input_options),
+            apart=bool(request.input_options) or any(each.as_list for each in tower.specs),
         )
         lengths = None
         if items and rows.tower.text is not None:  # texts that are not tokenized yet may have any length
