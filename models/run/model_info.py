@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from layertap.models.catalog.catalog import Catalog
+from layertap.models.inputs.generation import FEW_STEPS
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.inputs.sound import Media
 from layertap.models.labels import Labels
@@ -27,6 +28,7 @@ from layertap.models.spec import InputSpec, ModelSpec, Shapes
 NOT_DETERMINISTIC = "this model is not deterministic: it gives the same input another answer each time"
 MAX_CATALOGS = 16  # one for each recent shape of input; texts of 8 to 131,072 tokens have 15 lengths
 MAX_GENERATIONS = 6  # the same for texts that are continued, whose catalogs have the calls of every step
+MAX_FEW_STEPS = 48  # those of a few steps, of which the others are made
 MAX_RESUMPTIONS = 16  # one for each recent layer to resume from, and shape of input
 MAX_GRAD_CAM_LAYERS = 32  # one for each recent objective of Grad-CAM, classes aside
 
@@ -50,6 +52,7 @@ class CatalogCache:
         self._shapes = shapes
         self._catalogs = LRUCache[Shapes, Catalog](MAX_CATALOGS - 1)
         self._generations = LRUCache[Shapes, Catalog](MAX_GENERATIONS)
+        self._few_steps = LRUCache[Shapes, Catalog](MAX_FEW_STEPS)
         self.resumptions = LRUCache[tuple[Point, Shapes], Resumption](MAX_RESUMPTIONS)
         self.not_resumable = LRUCache[tuple[Point, Shapes], bool](MAX_RESUMPTIONS)
         self.grad_cam_layers = LRUCache[ResolvedObjective, Tap](MAX_GRAD_CAM_LAYERS)  # the layer for an objective
@@ -65,6 +68,7 @@ class CatalogCache:
             self.put_catalog(shapes, catalog)
         self._catalogs.clear()
         self._generations.clear()
+        self._few_steps.clear()
         self.resumptions.clear()
 
     def get_catalog(self, shapes: Shapes, *, functions: bool = False) -> Catalog | None:
@@ -84,7 +88,9 @@ class CatalogCache:
             self._choose_cache(shapes).put(shapes, catalog)
 
     def _choose_cache(self, shapes: Shapes) -> LRUCache[Shapes, Catalog]:
-        return self._generations if len(shapes) > len(self._shapes) else self._catalogs
+        if len(shapes) == len(self._shapes):
+            return self._catalogs
+        return self._few_steps if shapes[-1][1] == FEW_STEPS else self._generations
 
 
 @dataclass(frozen=True)

@@ -324,7 +324,7 @@ REFUSED: dict[str, tuple[Json, int, str]] = {
     "a clamp the wrong way": ({"clamp": [1, 0]}, 422, "the least first"),
     "a mean over inputs": ({"objective": {"kind": "cross_entropy", "over": "inputs"}}, 422, "leave 'over' out"),
     "a source that changes": (
-        {"inputs": [*INPUTS[:1], {"input": 0, "interventions": [{"layer": "block1", "op": "add", "from": {"input": 0}}]}]},
+        {"inputs": [INPUTS[0], {"input": 0, "interventions": [{"layer": "head", "op": "add", "from": {"input": 0}}]}]},
         422,
         "would change with each step",
     ),
