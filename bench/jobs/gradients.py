@@ -16,9 +16,8 @@ LINEAR = ["blocks.11.mlp.fc2", "head"]
 
 
 def style_by_request(lab: Lab) -> Arrays:
-    style = lab.client.extract(lab.batch[1:2], STYLES, model="resnet18")
-    found = lab.client.extract(lab.batch[:1], STYLES, model="resnet18")
-    pulls = [{"tensor": differentiate_style(found[name], style[name])[0]} for name in STYLES]
+    maps = lab.client.extract(lab.batch[:2], STYLES, model="resnet18")  # of the picture, and of the style
+    pulls = [{"tensor": differentiate_style(*maps[name])} for name in STYLES]
     places = [{"layer": name, "site": "grad_output", "op": "add"} for name in STYLES]
     edits = [place | pull for place, pull in zip(places, pulls, strict=True)]
     edits[-1]["op"] = "replace"  # what the objective gives there
@@ -43,17 +42,17 @@ def gram(maps: Tensor) -> Tensor:
 
 
 def differentiate_style(maps: Array, style: Array) -> Array:
-    """The gradient of the loss with respect to the maps."""
-    one, two = torch.from_numpy(maps), torch.from_numpy(style)
-    pulled = 4 * (gram(one) - gram(two)) @ one.flatten(2) / one[0].numel()
-    return pulled.view_as(one).numpy()
+    """The gradient of the loss with respect to the maps of one picture."""
+    one, two = torch.from_numpy(maps)[None], torch.from_numpy(style)[None]
+    pulled = 4 * (gram(one) - gram(two)) @ one.flatten(2) / one.numel()
+    return pulled.view_as(one)[0].numpy()
 
 
 def sample_gradients_by_request(lab: Lab) -> Arrays:
-    rows = [{"tensor": row, "class": 7} for row in lab.batch[:8].numpy()]
-    names = [f"{layer}:{site}" for layer in LINEAR for site in ("input", "grad_output")]
-    found = lab.client.extract(rows, names, model="vit", objective={"kind": "cross_entropy"})
-    return summarize([multiply(found[f"{layer}:grad_output"], found[f"{layer}:input"]) for layer in LINEAR])
+    rows = [{"tensor": row, "class": 7} for row in lab.batch.numpy()]
+    norms = [{"layer": f"{layer}[weight]:grad_weight", "stats": ["l2"], "as": layer} for layer in LINEAR]
+    fishers = [{"layer": f"{layer}[weight]:grad_weight", "combine": "mean_square"} for layer in LINEAR]
+    return lab.client.extract(rows, norms + fishers, model="vit", objective={"kind": "cross_entropy"})
 
 
 def sample_gradients_by_script(lab: Lab) -> Arrays:
@@ -62,19 +61,9 @@ def sample_gradients_by_script(lab: Lab) -> Arrays:
     def loss(weights: dict[str, Tensor], row: Tensor) -> Tensor:
         return cross_entropy(functional_call(lab.vit, weights, (row[None],)), torch.tensor([7]))
 
-    found = vmap(grad(loss), in_dims=(None, 0))(weights, lab.batch[:8])
-    return summarize([value.numpy() for value in found.values()])
-
-
-def multiply(gradient: Array, given: Array) -> Array:
-    """The gradient of a linear layer's weight for each row, from that of its output and its input."""
-    return np.einsum("n...o,n...i->noi", gradient, given, optimize=True)
-
-
-def summarize(gradients: list[Array]) -> Arrays:
-    """The norm of each row's gradients, and the diagonal of the Fisher information."""
-    norms = np.sqrt(sum((each.astype(np.float64) ** 2).sum((1, 2)) for each in gradients))
-    return {"norms": norms, **{f"fisher{number}": (each**2).mean(0) for number, each in enumerate(gradients)}}
+    found = vmap(grad(loss), in_dims=(None, 0))(weights, lab.batch)
+    norms = {layer: found[f"{layer}.weight"].flatten(1).norm(dim=1, keepdim=True).numpy() for layer in LINEAR}
+    return norms | {f"{layer}[weight]:grad_weight": found[f"{layer}.weight"].square().mean(0).numpy() for layer in LINEAR}
 
 
 def recurrent_by_request(lab: Lab) -> Arrays:

@@ -11,14 +11,8 @@ from torch import Tensor
 
 from bench.jobs.lab import BLOCKS, HEADS, WIDTH, Arrays, Lab
 
-SIZE = WIDTH // HEADS  # channels of a head
 SENDER, RECEIVER = (1, 2), (3, 4)  # block and head
 MLPS = [f"{block}.mlp" for block in BLOCKS]
-
-
-def channels_of(head: int) -> list[int]:
-    """A head's part of what all heads give, side by side."""
-    return list(range(head * SIZE, (head + 1) * SIZE))
 
 
 def head_ablation_by_request(lab: Lab) -> Arrays:
@@ -103,16 +97,14 @@ def causal_tracing_by_script(lab: Lab) -> Arrays:
 
 
 def path_patching_by_request(lab: Lab) -> Arrays:
-    places = [f"{block}.attn.c_proj:input" for block in BLOCKS]
-    frozen = [{"layer": place, "op": "replace", "from": {"input": 1}} for place in places[: RECEIVER[0]]]
-    sent = {"layer": places[SENDER[0]], "op": "replace", "channels": channels_of(SENDER[1]), "from": {"input": 0}}
-    path = {"input": 1, "interventions": [*frozen, sent]}
-    texts, queries = [{"tokens": lab.corrupt}, {"tokens": lab.clean}], f"{BLOCKS[RECEIVER[0]]}.attn.c_attn"
-    part = {"layer": queries, "channels": channels_of(RECEIVER[1])}
-    received = lab.client.extract([*texts, path], part, model="gpt2")[queries][2]
-    edit = {**part, "op": "replace", "tensor": received}
-    last = {"layer": "lm_head", "tokens": [-1]}
-    return {"logits": lab.client.extract(texts[1], last, model="gpt2", interventions=[edit])["lm_head"][0, 0]}
+    heads, queries = "transformer.h.*.attn.c_proj:input", f"{BLOCKS[RECEIVER[0]]}.attn/split#0[0]"
+    sender = f"{BLOCKS[SENDER[0]]}.attn.c_proj:input"
+    frozen = {"layer": heads, "op": "replace", "from": {"input": 0}}
+    sent = {"layer": sender, "heads": [SENDER[1]], "op": "replace", "from": {"input": 1}}
+    received = {"layer": queries, "heads": [RECEIVER[1]], "op": "replace", "from": {"input": 2}}
+    paths = [{"input": 0, "interventions": edits} for edits in ([frozen, sent], [received])]
+    texts, last = [{"tokens": lab.clean}, {"tokens": lab.corrupt}], {"layer": "lm_head", "tokens": [-1]}
+    return {"logits": lab.client.extract([*texts, *paths], last, model="gpt2")["lm_head"][3, 0]}
 
 
 def path_patching_by_script(lab: Lab) -> Arrays:
@@ -153,15 +145,9 @@ def patching_by_script(lab: Lab) -> Arrays:
 
 
 def head_patching_by_request(lab: Lab) -> Arrays:
-    edits = [
-        {"layer": f"{block}.attn.c_proj:input", "op": "replace", "channels": channels_of(head), "from": {"input": 0}}
-        for block in BLOCKS
-        for head in range(HEADS)
-    ]
-    texts = [{"tokens": lab.clean}, {"tokens": lab.corrupt}]
-    rows = [*texts, *({"input": 1, "interventions": [edit]} for edit in edits)]
-    found = lab.client.extract(rows, {"layer": "lm_head", "tokens": [-1]}, model="gpt2")["lm_head"][2:]
-    return {"effects": lab.measure(found).reshape(len(BLOCKS), HEADS)}
+    inputs, heads = [{"tokens": lab.clean}, {"tokens": lab.corrupt}], "*.attn.c_proj:input"
+    found = lab.client.sweep(inputs, heads, "replace", each="head", source=0, objective=lab.metric, model="gpt2")
+    return {"effects": np.stack([found[f"{block}.attn.c_proj:input"][1] for block in BLOCKS])}
 
 
 def head_patching_by_script(lab: Lab) -> Arrays:

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from bench.client import start_server
-from bench.jobs.nets import SIZE, Recurrent
+from bench.jobs.nets import SIZE, Recurrent, build_detector
 from layertap_client import Client
 from tests.oracle import seeded
 
@@ -58,10 +58,12 @@ class Lab:
 
     def _make_inputs(self) -> None:
         self.batch = torch.randn(32, 3, 224, 224, generator=self.generator)
-        self.texts = [self._draw_tokens(length) for length in range(6, 30, 2)]
+        self.frames = torch.rand(8, 3, 240, 320, generator=self.generator)
+        self.texts = [self._draw_tokens(length) for length in range(8, 40)]
+        self.prompts = [self._draw_tokens(24) for _ in range(32)]
         self.clean = self._draw_tokens(12)
         self.corrupt = [*self.clean[:3], 7, *self.clean[4:]]
-        self.sequences = torch.randn(4, 16, SIZE, generator=self.generator)
+        self.sequences = torch.randn(64, 32, SIZE, generator=self.generator)
         self.labels = [number % 3 for number in range(len(self.texts))]
         (self.folder / "pictures").mkdir()
         self.pictures = [self._draw_picture(number) for number in range(100)]
@@ -92,7 +94,6 @@ class Lab:
     def _make_models(self) -> None:
         self.entries: list[dict[str, Any]] = []
         self.resnet = self._add("resnet18", "torchvision:resnet18", resnet18(), 0)
-        self.other = self._add("other", "torchvision:resnet18", resnet18(), 1)
         vit = timm.create_model("vit_tiny_patch16_224")
         self.vit = self._add("vit", "timm:vit_tiny_patch16_224", vit, 2)
         self.read_resnet = ResNet18_Weights.IMAGENET1K_V1.transforms()
@@ -109,8 +110,10 @@ class Lab:
         bert = BertConfig(vocab_size=VOCABULARY, **NETS, num_labels=3)
         self.bert = self._add_folder("bert", BertForSequenceClassification(bert), 4)
         self.patches = self._add_folder("patches", ViTForImageClassification(ViTConfig(**NETS, num_labels=10)), 5)
-        shape = {"inputs": [{"name": "x", "shape": [16, SIZE]}]}
+        shape = {"inputs": [{"name": "x", "shape": [32, SIZE]}]}
         self.recurrent = self._add("recurrent", "python:bench.jobs.nets:Recurrent", Recurrent(), 6, **shape)
+        shape = {"inputs": [{"name": "images", "shape": [3, 240, 320], "as_list": True}]}
+        self.detector = self._add("detector", "python:bench.jobs.nets:build_detector", build_detector(), 7, **shape)
         entries = [{**entry, "load": "lazy"} for entry in self.entries]
         (self.folder / "models.yaml").write_text(yaml.safe_dump({"models": entries}))
 

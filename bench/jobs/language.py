@@ -10,29 +10,31 @@ from bench.jobs.lab import BLOCKS, Array, Arrays, Lab
 
 
 def logit_lens_by_request(lab: Lab) -> Arrays:
-    states = lab.client.extract({"tokens": lab.clean}, BLOCKS, model="gpt2")
+    layers = [{"layer": block, "tokens": [-1]} for block in BLOCKS]
+    states = lab.client.extract([{"tokens": text} for text in lab.prompts], layers, model="gpt2")
     return lab.client.extract(np.concatenate(list(states.values())), "lm_head", model="gpt2", resume=BLOCKS[-1])
 
 
 def logit_lens_by_script(lab: Lab) -> Arrays:
     found = []
-    with torch.no_grad(), lab.traced.trace(torch.tensor([lab.clean])):
+    with torch.no_grad(), lab.traced.trace(torch.tensor(lab.prompts)):
         for block in lab.traced.transformer.h:
-            found.append(block.output.save())
+            found.append(block.output[:, -1:].save())
     with torch.no_grad():
         return {"lm_head": lab.gpt2.lm_head(lab.gpt2.transformer.ln_f(torch.cat(found))).numpy()}
 
 
 def tuned_lens_by_request(lab: Lab) -> Arrays:
-    layers = [{"layer": name, "project": f"lens{number}"} for number, name in enumerate(BLOCKS[:-1])]
-    states = lab.client.extract({"tokens": lab.clean}, layers, model="gpt2")
+    layers = [{"layer": name, "tokens": [-1], "project": f"lens{number}"} for number, name in enumerate(BLOCKS[:-1])]
+    states = lab.client.extract([{"tokens": text} for text in lab.prompts], layers, model="gpt2")
     return lab.client.extract(np.concatenate(list(states.values())), "lm_head", model="gpt2", resume=BLOCKS[-1])
 
 
 def tuned_lens_by_script(lab: Lab) -> Arrays:
     with torch.no_grad():
-        states = lab.gpt2(torch.tensor([lab.clean]), output_hidden_states=True).hidden_states[1:-1]
-        moved = [state @ lens["weight"].T + lens["bias"] for state, lens in zip(states, lab.lenses, strict=True)]
+        states = lab.gpt2(torch.tensor(lab.prompts), output_hidden_states=True).hidden_states[1:-1]
+        pairs = zip(states, lab.lenses, strict=True)
+        moved = [state[:, -1:] @ lens["weight"].T + lens["bias"] for state, lens in pairs]
         return {"lm_head": lab.gpt2.lm_head(lab.gpt2.transformer.ln_f(torch.cat(moved))).numpy()}
 
 
@@ -86,3 +88,18 @@ def loss_gradients_by_script(lab: Lab) -> Arrays:
         found[f"text{row}"] = (kept[row] * kept[row].grad).sum(-1).detach().numpy()
     handle.remove()
     return found
+
+
+def generation_by_request(lab: Lab) -> Arrays:
+    inputs, options = [{"tokens": text} for text in lab.prompts[:8]], {"steps": 16, "stop": []}
+    layers = [".[tokens]", {"layer": f"{BLOCKS[3]}#*", "tokens": [-1]}]
+    tokens, *states = lab.client.extract(inputs, layers, model="gpt2", generate=options).values()
+    return {"tokens": tokens, "states": np.concatenate(states, 1)}
+
+
+def generation_by_script(lab: Lab) -> Arrays:
+    kept = dict.fromkeys(("output_hidden_states", "return_dict_in_generate"), True)
+    rows, options = torch.tensor(lab.prompts[:8]), {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    found = lab.gpt2.generate(rows, attention_mask=torch.ones_like(rows), **options, **kept)
+    states = [step[4][:, -1:] for step in found.hidden_states]  # the first are embeddings
+    return {"tokens": found.sequences[:, rows.shape[1] :].numpy(), "states": torch.cat(states, 1).numpy()}

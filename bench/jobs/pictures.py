@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
 from bench.jobs.lab import Array, Arrays, Lab
 
-CAMS = {  # not Eigen-CAM, whose sign is an accident there
+CAMS = {
     "grad_cam": "GradCAM",
     "grad_cam_plusplus": "GradCAMPlusPlus",
     "hires_cam": "HiResCAM",
     "layer_cam": "LayerCAM",
     "xgrad_cam": "XGradCAM",
     "ablation_cam": "AblationCAM",
+    "score_cam": "ScoreCAM",
+    "eigen_cam": "EigenCAM",
 }
+DETECTOR = ["backbone.body", "rpn.head.cls_logits.0", "roi_heads.box_head"]
 NEURON = {"kind": "layer", "layer": "layer3", "channel": 5, "position": [7, 7]}
 RATE = 0.1  # of a step along the gradient
 
 
 def cams_by_request(lab: Lab) -> Arrays:
     options = {"model": "resnet18", "objective": {"class": 7}, "rule": "pytorch-grad-cam"}
-    found = lab.client.explain(lab.batch[:1], list(CAMS), layer="layer3", **options)
+    found = lab.client.explain(lab.batch[:1], list(CAMS), layer="layer2", **options)
     return {name: show(value) for name, value in found.items()}
 
 
@@ -32,9 +37,20 @@ def cams_by_script(lab: Lab) -> Arrays:
 
     found = {}
     for name, method in CAMS.items():
-        with getattr(pytorch_grad_cam, method)(model=lab.resnet, target_layers=[lab.resnet.layer3]) as cam:
+        with getattr(pytorch_grad_cam, method)(model=lab.resnet, target_layers=[lab.resnet.layer2]) as cam:
+            cam.get_cam_image = agree(cam.get_cam_image) if method == "EigenCAM" else cam.get_cam_image
             found[name] = cam(lab.batch[:1].clone().requires_grad_(), [ClassifierOutputTarget(7)])
     return found
+
+
+def agree(compute_maps: Any) -> Any:
+    """Eigen-CAM with the sign that agrees with the channels' mean, as the server has it: in the library it is chance."""
+
+    def compute(row: Any, layer: Any, targets: Any, values: Array, *rest: Any) -> Array:
+        maps = compute_maps(row, layer, targets, values, *rest)
+        return maps * np.sign((maps * values.mean(1)).sum())
+
+    return compute
 
 
 def show(maps: Array) -> Array:
@@ -111,14 +127,10 @@ def rollout_by_script(lab: Lab) -> Arrays:
 
 
 def inversion_by_request(lab: Lab) -> Arrays:
-    target, row = lab.client.extract(lab.batch[:1], "blocks.5", model="vit")["blocks.5"], np.zeros_like(lab.batch[1:2])
-    for _ in range(8):
-        state = lab.client.extract(row, "blocks.5", model="vit")["blocks.5"]
-        edit = {"layer": "blocks.5", "site": "grad_output", "op": "replace", "tensor": state[0] - target[0]}
-        objective = {"kind": "layer", "layer": "blocks.5"}
-        options = {"model": "vit", "objective": objective, "interventions": [edit]}
-        row = row - RATE * lab.client.extract(list(row), ".:grad_input", **options)[".:grad_input"]
-    return {"row": row}
+    wanted = lab.client.extract(lab.batch[:1], "blocks.5", model="vit")["blocks.5"][0]
+    options = {"model": "vit", "minimise": True, "objective": {"kind": "norm", "layer": "blocks.5"}}
+    options["interventions"] = [{"layer": "blocks.5", "op": "add", "tensor": -wanted}]
+    return {"row": lab.client.optimise(np.zeros_like(lab.batch[:1]), 16, RATE, **options)["input"]}
 
 
 def inversion_by_script(lab: Lab) -> Arrays:
@@ -127,19 +139,18 @@ def inversion_by_script(lab: Lab) -> Arrays:
     with torch.no_grad():
         lab.vit(lab.batch[:1])
     optimizer = torch.optim.SGD([row], lr=RATE)
-    for _ in range(8):
+    for _ in range(16):
         optimizer.zero_grad()
         lab.vit(row)
-        ((kept[-1] - kept[0]) ** 2).sum().div(2).backward()
+        (kept[-1] - kept[0]).norm().backward()
         optimizer.step()
     handle.remove()
     return {"row": row.detach().numpy()}
 
 
 def dream_by_request(lab: Lab) -> Arrays:
-    objective = {"kind": "norm", "layer": "layer3"}
-    gradient = lab.client.extract(lab.batch[:1], ".:grad_input", model="resnet18", objective=objective)[".:grad_input"]
-    return {"row": lab.batch[:1].numpy() + RATE * gradient / np.abs(gradient).mean()}
+    options = {"model": "resnet18", "rule": "scaled", "objective": {"kind": "norm", "layer": "layer3"}}
+    return {"row": lab.client.optimise(lab.batch[:1], 1, RATE, **options)["input"]}
 
 
 def dream_by_script(lab: Lab) -> Arrays:
@@ -151,21 +162,20 @@ def dream_by_script(lab: Lab) -> Arrays:
     return {"row": (row + RATE * row.grad / row.grad.abs().mean()).detach().numpy()}
 
 
-def dissection_by_request(lab: Lab) -> Arrays:
-    return {"iou": measure_overlap(lab.client.extract(lab.batch[:16], "layer3", model="resnet18")["layer3"])}
+def detector_by_request(lab: Lab) -> Arrays:
+    found = lab.client.extract(list(lab.frames), DETECTOR, model="detector")
+    return {name: value.reshape(-1) for name, value in found.items()}
 
 
-def dissection_by_script(lab: Lab) -> Arrays:
-    kept: list[Array] = []
-    handle = lab.resnet.layer3.register_forward_hook(lambda module, args, output: kept.append(output.numpy()))
+def detector_by_script(lab: Lab) -> Arrays:
+    kept: dict[str, list[Array]] = {name: [] for name in DETECTOR}
+    handles = []
+    for name in DETECTOR:
+        hook = lambda module, args, output, name=name: kept[name].append(output.numpy())
+        handles.append(lab.detector.get_submodule(name).register_forward_hook(hook))
     with torch.no_grad():
-        lab.resnet(lab.batch[:16])
-    handle.remove()
-    return {"iou": measure_overlap(kept[0])}
-
-
-def measure_overlap(maps: Array) -> Array:
-    """Intersection over union of each unit's strongest 5 % with a concept's pixels, here the left half."""
-    concept = np.arange(maps.shape[3]) < maps.shape[3] // 2
-    active = maps > np.quantile(maps, 0.95, axis=(0, 2, 3), keepdims=True)
-    return (active & concept).sum((0, 2, 3)) / (active | concept).sum((0, 2, 3))
+        for frame in lab.frames:
+            lab.detector([frame])
+    for handle in handles:
+        handle.remove()
+    return {name: np.concatenate(values).reshape(-1) for name, values in kept.items()}

@@ -25,8 +25,8 @@ def features_by_script(lab: Lab) -> Arrays:
 
 
 def units_by_request(lab: Lab) -> Arrays:
-    found = lab.client.extract(lab.batch[:8], STAGES, model="resnet18", pool="flatten")
-    return {name: value[:, choose_units(value)] for name, value in found.items()}
+    layers = [{"layer": stage, "sample": {"units": 500}} for stage in STAGES]
+    return lab.client.extract(lab.batch, layers, model="resnet18")
 
 
 def units_by_script(lab: Lab) -> Arrays:
@@ -34,7 +34,7 @@ def units_by_script(lab: Lab) -> Arrays:
 
     extractor = Extractor(lab.resnet, STAGES)
     with torch.no_grad():
-        _, found = extractor(lab.batch[:8])
+        _, found = extractor(lab.batch)
     for handle in extractor.hook_handles:
         handle.remove()
     flat = {name: value.flatten(1).numpy() for name, value in found.items()}
@@ -47,9 +47,8 @@ def choose_units(value: Array) -> Array:
 
 
 def cka_by_request(lab: Lab) -> Arrays:
-    resnet = lab.client.extract(lab.pictures[:32], STAGES, model="resnet18", pool="mean")
-    vit = lab.client.extract(lab.pictures[:32], DEPTHS, model="vit", pool="mean")
-    return {"cka": np.array([[compute_cka(resnet[one], vit[two]) for two in DEPTHS] for one in STAGES])}
+    fields = {"model": "resnet18", "layers": STAGES, "pool": "mean", "with": {"model": "vit", "layers": DEPTHS}}
+    return {"cka": np.array(lab.client.post("/compare", lab.pictures[:32], fields).read_json()["measures"]["cka"])}
 
 
 def cka_by_script(lab: Lab) -> Arrays:
@@ -100,7 +99,7 @@ def atlas_by_request(lab: Lab) -> Arrays:
     command = [sys.executable, "-m", "layertap", "bulk", str(lab.folder / "pictures"), *options]
     subprocess.run(command, check=True, capture_output=True)
     found = np.load(lab.folder / "atlas" / "reductions.npz")
-    return {"mean": found["layer4.mean"], "top": found["layer4.top"]}
+    return {name: found[f"layer4.{name}"] for name in ("mean", "top", "top_inputs")}
 
 
 def atlas_by_script(lab: Lab) -> Arrays:
@@ -113,16 +112,5 @@ def atlas_by_script(lab: Lab) -> Arrays:
             values = extractor(rows)["layer4"]
         means.append(values.double().mean((2, 3)))
         greatest.append(values.amax((2, 3)))
-    top = torch.cat(greatest).topk(9, dim=0).values.T
-    return {"mean": torch.cat(means).mean(0).numpy(), "top": top.numpy()}
-
-
-def drift_by_request(lab: Lab) -> Arrays:
-    one, two = (lab.client.extract(lab.batch, STAGES, model=name, pool="mean") for name in ("resnet18", "other"))
-    return {name: np.linalg.norm(two[name] - one[name], axis=1) for name in STAGES}
-
-
-def drift_by_script(lab: Lab) -> Arrays:
-    with torch.no_grad():
-        one, two = (create_feature_extractor(model, STAGES)(lab.batch) for model in (lab.resnet, lab.other))
-    return {name: (two[name] - one[name]).mean((2, 3)).norm(dim=1).numpy() for name in STAGES}
+    top, numbers = (found.T.numpy() for found in torch.cat(greatest).topk(9, dim=0))
+    return {"mean": torch.cat(means).mean(0).numpy(), "top": top, "top_inputs": numbers}
