@@ -62,8 +62,9 @@ def sample_gradients_by_script(lab: Lab) -> Arrays:
         return cross_entropy(functional_call(lab.vit, weights, (row[None],)), torch.tensor([7]))
 
     found = vmap(grad(loss), in_dims=(None, 0))(weights, lab.batch)
-    norms = {layer: found[f"{layer}.weight"].flatten(1).norm(dim=1, keepdim=True).numpy() for layer in LINEAR}
-    return norms | {f"{layer}[weight]:grad_weight": found[f"{layer}.weight"].square().mean(0).numpy() for layer in LINEAR}
+    norms = {layer: found[f"{layer}.weight"].flatten(1).norm(dim=1, keepdim=True) for layer in LINEAR}
+    fishers = {f"{layer}[weight]:grad_weight": found[f"{layer}.weight"].square().mean(0) for layer in LINEAR}
+    return {name: value.numpy() for name, value in {**norms, **fishers}.items()}
 
 
 def recurrent_by_request(lab: Lab) -> Arrays:

@@ -177,12 +177,13 @@ def steering_by_script(lab: Lab) -> Arrays:
 def autoencoder_by_request(lab: Lab) -> Arrays:
     encode, row = {"name": "encode", "relu": True}, slice(5, 6)
     feature = {"weight": lab.encode["weight"][row], "bias": lab.encode["bias"][row], "relu": True}
-    spliced = {"layer": BLOCKS[3], "op": "replace", "project": [encode, "decode"]}
-    ablated = {"layer": BLOCKS[3], "op": "add", "project": [feature, {"weight": -lab.decode["weight"][:, row]}]}
-    inputs = [{"tokens": lab.clean}, *({"input": 0, "interventions": [edit]} for edit in (spliced, ablated))]
-    features = {"layer": BLOCKS[3], "project": encode, "as": "features"}
-    found = lab.client.extract(inputs, [features, "lm_head"], model="gpt2")
-    return {"features": found["features"][0], "logits": found["lm_head"][1:]}
+    ablated = {"op": "add", "project": [feature, {"weight": -lab.decode["weight"][:, row]}]}
+    edits = [{"layer": BLOCKS[3], **edit} for edit in ({"op": "replace", "project": [encode, "decode"]}, ablated)]
+    inputs = [{"tokens": text} for text in lab.prompts[:8]]
+    changed = [{"input": text, "interventions": [edit]} for edit in edits for text in range(8)]
+    layers = [{"layer": BLOCKS[3], "project": encode, "as": "features"}, {"layer": "lm_head", "tokens": [-1]}]
+    found = lab.client.extract(inputs + changed, layers, model="gpt2")
+    return {"features": found["features"][:8], "logits": found["lm_head"][8:, 0]}
 
 
 def autoencoder_by_script(lab: Lab) -> Arrays:
@@ -190,13 +191,13 @@ def autoencoder_by_script(lab: Lab) -> Arrays:
 
     def change(module: Any, args: Any, output: Tensor) -> Tensor:
         features = (output @ lab.encode["weight"].T + lab.encode["bias"]).relu()
-        kept.append(features[0])
-        spliced = features[1] @ lab.decode["weight"].T + lab.decode["bias"]
-        ablated = output[2] - features[2, :, 5:6] * lab.decode["weight"][:, 5]
-        return torch.stack([output[0], spliced, ablated])
+        kept.append(features[:8])
+        spliced = features[8:16] @ lab.decode["weight"].T + lab.decode["bias"]
+        ablated = output[16:] - features[16:, :, 5:6] * lab.decode["weight"][:, 5]
+        return torch.cat([output[:8], spliced, ablated])
 
     handle = lab.gpt2.transformer.h[3].register_forward_hook(change)
     with torch.no_grad():
-        logits = lab.gpt2(torch.tensor([lab.clean] * 3)).logits
+        logits = lab.gpt2(torch.tensor(lab.prompts[:8] * 3)).logits[8:, -1]
     handle.remove()
-    return {"features": kept[0].numpy(), "logits": logits[1:].numpy()}
+    return {"features": kept[0].numpy(), "logits": logits.numpy()}

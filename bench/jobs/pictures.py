@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ CAMS = {
     "score_cam": "ScoreCAM",
     "eigen_cam": "EigenCAM",
 }
-DETECTOR = ["backbone.body", "rpn.head.cls_logits.0", "roi_heads.box_head"]
+DETECTOR = ["backbone.fpn.layer_blocks.0", "roi_heads.box_head", "roi_heads.box_predictor.cls_score"]
 NEURON = {"kind": "layer", "layer": "layer3", "channel": 5, "position": [7, 7]}
 RATE = 0.1  # of a step along the gradient
 
@@ -44,7 +45,7 @@ def cams_by_script(lab: Lab) -> Arrays:
 
 
 def agree(compute_maps: Any) -> Any:
-    """Eigen-CAM with the sign that agrees with the channels' mean, as the server has it: in the library it is chance."""
+    """Eigen-CAM with the sign that agrees with the channels' mean; the library leaves it to chance."""
 
     def compute(row: Any, layer: Any, targets: Any, values: Array, *rest: Any) -> Array:
         maps = compute_maps(row, layer, targets, values, *rest)
@@ -113,12 +114,12 @@ def receptive_field_by_script(lab: Lab) -> Arrays:
 
 
 def rollout_by_request(lab: Lab) -> Arrays:
-    return lab.client.explain(lab.batch[:4], "attention_rollout", model="patches")
+    return lab.client.explain(lab.batch, "attention_rollout", model="patches")
 
 
 def rollout_by_script(lab: Lab) -> Arrays:
     with torch.no_grad():
-        layers = lab.patches(lab.batch[:4], output_attentions=True).attentions
+        layers = lab.patches(lab.batch, output_attentions=True).attentions
     rollout = torch.eye(197)
     for attention in layers:
         mixed = attention.mean(1) + torch.eye(197)
@@ -164,15 +165,17 @@ def dream_by_script(lab: Lab) -> Arrays:
 
 def detector_by_request(lab: Lab) -> Arrays:
     found = lab.client.extract(list(lab.frames), DETECTOR, model="detector")
-    return {name: value.reshape(-1) for name, value in found.items()}
+    parts = {name: [each for key, each in found.items() if key.startswith(name)] for name in DETECTOR}
+    return {name: np.concatenate([each.reshape(-1) for each in values]) for name, values in parts.items()}
 
 
 def detector_by_script(lab: Lab) -> Arrays:
     kept: dict[str, list[Array]] = {name: [] for name in DETECTOR}
-    handles = []
-    for name in DETECTOR:
-        hook = lambda module, args, output, name=name: kept[name].append(output.numpy())
-        handles.append(lab.detector.get_submodule(name).register_forward_hook(hook))
+
+    def keep(name: str, module: Any, args: Any, output: Any) -> None:
+        kept[name].append(output.numpy())
+
+    handles = [lab.detector.get_submodule(name).register_forward_hook(partial(keep, name)) for name in DETECTOR]
     with torch.no_grad():
         for frame in lab.frames:
             lab.detector([frame])
