@@ -47,7 +47,8 @@ def choose_units(value: Array) -> Array:
 
 
 def cka_by_request(lab: Lab) -> Arrays:
-    fields = {"model": "resnet18", "layers": STAGES, "pool": "mean", "with": {"model": "vit", "layers": DEPTHS}}
+    other = {"model": "vit", "layers": DEPTHS, "pool": "mean"}
+    fields = {"model": "resnet18", "layers": STAGES, "pool": "mean", "with": other}
     return {"cka": np.array(lab.client.post("/compare", lab.pictures[:32], fields).read_json()["measures"]["cka"])}
 
 

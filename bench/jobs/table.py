@@ -83,6 +83,6 @@ JOBS = (
 
 
 def count_lines(run: Run) -> int:
-    """The lines of a function's body, without imports and empty ones."""
+    """The lines of a function's body, without imports, comments and empty ones."""
     lines = [line.strip() for line in inspect.getsource(run).splitlines()[1:]]
-    return sum(bool(line) and not line.startswith(("from ", "import ")) for line in lines)
+    return sum(bool(line) and not line.startswith(("from ", "import ", "#")) for line in lines)
