@@ -35,14 +35,13 @@ def head_ablation_by_script(lab: Lab) -> Arrays:
 
 def mlp_ablation_by_request(lab: Lab) -> Arrays:
     texts = [{"tokens": lab.clean}, {"tokens": lab.corrupt}]
-    means = lab.client.extract({"tokens": lab.clean}, MLPS, model="gpt2", pool="mean")
-    edits = [{"layer": mlp, "op": "replace", "tensor": means[mlp][0]} for mlp in MLPS]
-    rows = [texts[0], *({"input": 0, "interventions": [edit]} for edit in edits)]
-    mean = lab.client.extract(rows, {"layer": "lm_head", "tokens": [-1]}, model="gpt2")["lm_head"]
-    zero = lab.client.sweep(texts[:1], MLPS, "zero", objective=lab.metric, model="gpt2")
-    other = lab.client.sweep(texts[::-1], MLPS, "replace", source=0, objective=lab.metric, model="gpt2")
-    found = {"zero": [zero[mlp][0] for mlp in MLPS], "resampled": [other[mlp][1] for mlp in MLPS]}
-    return {"mean": lab.measure(mean[1:]), **{name: np.array(value) for name, value in found.items()}}
+    means = lab.client.extract(texts[0], MLPS, model="gpt2", pool="mean")
+    changes = [{"op": "replace", "tensor": means[mlp][0]} for mlp in MLPS] + [{"op": "zero"}] * len(MLPS)
+    changes += [{"op": "replace", "from": {"input": 1}}] * len(MLPS)
+    edits = [{"layer": mlp, **change} for mlp, change in zip(MLPS * 3, changes, strict=True)]
+    rows = [*texts, *({"input": 0, "interventions": [edit]} for edit in edits)]
+    logits = lab.client.extract(rows, {"layer": "lm_head", "tokens": [-1]}, model="gpt2")["lm_head"]
+    return dict(zip(("mean", "zero", "resampled"), lab.measure(logits[2:]).reshape(3, -1), strict=True))
 
 
 def mlp_ablation_by_script(lab: Lab) -> Arrays:
