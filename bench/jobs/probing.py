@@ -100,7 +100,8 @@ def atlas_by_request(lab: Lab) -> Arrays:
     command = [sys.executable, "-m", "layertap", "bulk", str(lab.folder / "pictures"), *options]
     subprocess.run(command, check=True, capture_output=True)
     found = np.load(lab.folder / "atlas" / "reductions.npz")
-    return {name: found[f"layer4.{name}"] for name in ("mean", "top", "top_inputs")}
+    top, numbers = found["layer4.top"], found["layer4.top_inputs"]
+    return {"mean": found["layer4.mean"], "top": top, "top_inputs": hide_ties(top, numbers)}
 
 
 def atlas_by_script(lab: Lab) -> Arrays:
@@ -114,4 +115,10 @@ def atlas_by_script(lab: Lab) -> Arrays:
         means.append(values.double().mean((2, 3)))
         greatest.append(values.amax((2, 3)))
     top, numbers = (found.T.numpy() for found in torch.cat(greatest).topk(9, dim=0))
-    return {"mean": torch.cat(means).mean(0).numpy(), "top": top, "top_inputs": numbers}
+    return {"mean": torch.cat(means).mean(0).numpy(), "top": top, "top_inputs": hide_ties(top, numbers)}
+
+
+def hide_ties(top: Array, numbers: Array) -> Array:
+    """Pictures' numbers, -1 where others are as strong, as in channels that are 0 for most: their order is chance."""
+    equal = np.pad(np.diff(top) == 0, ((0, 0), (1, 1)))
+    return np.where(equal[:, 1:] | equal[:, :-1] | (top == 0), -1, numbers)
