@@ -68,7 +68,7 @@ def make_step(arrays: Mapping[Any, NDArray[Any]]) -> LinearStep:
     finite = all(np.isfinite(array).all() for array in found.values())
     if not finite or not {"weight"} <= found.keys() <= {"weight", "bias", "threshold"}:
         hint = "save the state_dict of a torch.nn.Linear"
-        raise SelectorError("it has other tensors than a finite 'weight' and 'bias'", hint=hint)
+        raise SelectorError("it has other tensors than a finite 'weight', 'bias' and 'threshold'", hint=hint)
     kept = {name: TensorData(array.shape, array.tobytes(), kept=True) for name, array in found.items()}
     return check_step(LinearStep(kept["weight"], kept.get("bias"), threshold=kept.get("threshold")))
 

@@ -360,7 +360,11 @@ def test_kept_projections(serve: Serve) -> None:
             )
         bad: list[tuple[dict[str, Tensor], int, str]] = [
             ({"weight": torch.ones(8, 64), "scale": torch.ones(8)}, 422, "it has other tensors than a finite 'weight'"),
-            ({"weight": torch.full((8, 64), torch.inf)}, 422, "it has other tensors than a finite 'weight' and 'bias'"),
+            (
+                {"weight": torch.full((8, 64), torch.inf)},
+                422,
+                "it has other tensors than a finite 'weight', 'bias' and 'threshold'",
+            ),
             ({"weight": torch.ones(8, 64), "threshold": torch.ones(7)}, 422, "a linear map has no weight and bias of"),
             ({"weight": torch.ones(17, 64)}, 413, "the projection has 4352 bytes, the server keeps 4096"),
         ]
@@ -449,5 +453,7 @@ def test_files_that_are_no_projection(tmp_path: Path) -> None:
         read_configuration(config, before_loading=True)
     safetensors.torch.save_file({"weight": torch.ones(2, 64), "scale": torch.ones(2)}, path)
     (model,) = read_configuration(config, before_loading=True).models
-    with pytest.raises(LoadError, match="projection 'probe': it has other tensors than a finite 'weight' and 'bias'"):
+    with pytest.raises(
+        LoadError, match="projection 'probe': it has other tensors than a finite 'weight', 'bias' and 'threshold'"
+    ):
         load_model(model)
