@@ -382,7 +382,8 @@ class _Tried:
 def _may_go_apart(planned: PlannedRequest, error: LayertapError) -> bool:
     """Whether a job for each input may answer more: each makes its own calls, or those with an error are left out."""
     skips = planned.request.may_skip(error) and not planned.plan.unsplittable
-    return not planned.apart and (isinstance(error, OtherCallsError) or skips)
+    differs = isinstance(error, OtherCallsError) and not (error.shapes and planned.catalog.sizes_known)
+    return not planned.apart and (differs or skips)
 
 
 def _warn_of_embedding(request: ExtractRequest, model: ModelInfo) -> tuple[str, ...]:
