@@ -88,7 +88,7 @@ class CatalogCache:
             self._choose_cache(shapes).put(shapes, catalog)
 
     def _choose_cache(self, shapes: Shapes) -> LRUCache[Shapes, Catalog]:
-        if len(shapes) == len(self._shapes):
+        if len(shapes) <= len(self._shapes):  # of one of two towers there are fewer
             return self._catalogs
         return self._few_steps if shapes[-1][1] == FEW_STEPS else self._generations
 
