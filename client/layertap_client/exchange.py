@@ -27,7 +27,8 @@ TRANSIENT = frozenset({408, 429, 502, 503, 504})
 class RetryPolicy:
     """When a request is sent again.
 
-    A refusal that says ``Retry-After`` is waited out for as long as the call's timeout allows. Anything else (a broken
+    A refusal that says ``Retry-After`` is waited out for as long as the call's timeout allows, and layertap's own 503
+    that says none is final: the model has failed. Anything else (a broken
     connection, a proxy's 502) is tried ``attempts`` times more, after ``backoff_s`` that doubles up to
     ``max_backoff_s``; a server that answered before and can't be reached now is tried until the timeout: it restarts.
     ``attempts=0`` repeats nothing at all. ``statuses`` are those that are tried again.
@@ -101,6 +102,8 @@ class Session:
             return None
         patient = self.retries.patience_s is not None
         told = _retry_after(outcome)
+        if told is None and isinstance(outcome, Reply) and outcome.status == 503 and _is_own(outcome):
+            return None
         if told is not None:
             if patient:
                 told = min(max(told, self.retries.backoff_s), self.retries.max_backoff_s)
@@ -130,8 +133,13 @@ def make_error(outcome: Outcome, proxy: str) -> LayertapError:
 
 
 def _is_of_proxy(reply: Reply) -> bool:
-    """Whether a 500 is not the server's own, which are JSON: Ray's proxy sends one in place of a replica that died."""
-    return reply.status == 500 and "json" not in reply.headers.get("content-type", "")
+    """Whether a 500 is not the server's own: Ray's proxy sends one in place of a replica that died."""
+    return reply.status == 500 and not _is_own(reply)
+
+
+def _is_own(reply: Reply) -> bool:
+    """Whether an error is the server's own, which are JSON."""
+    return "json" in reply.headers.get("content-type", "")
 
 
 def _retry_after(outcome: Outcome) -> float | None:

@@ -102,7 +102,7 @@ def test_seeded_weights_are_the_architectures_own(name: str) -> None:
     [
         ("squeezenet1_1", (3, 224, 224), (1, 1000), 0, True),
         slow("vit_b_32", (3, 224, 224), (1, 1000), 1, True),
-        slow("r3d_18", (3, 16, 112, 112), (1, 400), 0, False),
+        slow("r3d_18", (3, 16, 112, 112), (1, 400), 0, True),
     ],
 )
 def test_input_is_what_the_model_takes(
