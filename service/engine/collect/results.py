@@ -66,12 +66,14 @@ def _make_receipts(job: Job, results: Results) -> dict[str, Receipt]:
     classes = labels = None
     if plan.objective is not None and (classes := _find_classes(job, results)) is not None:
         labels = name_classes(prepared.labels, classes, plan.objective.point.layer)
-    origins = {
-        "source_rates": tuple([each.rate for each in job.origins]),
-        "source_frames": tuple([each.frames for each in job.origins]),
-        "source_seconds": tuple([each.seconds for each in job.origins]),
-    }
-    known: dict[str, Any] = {name: values for name, values in origins.items() if any(values)}
+    known: dict[str, Any] = {}
+    if job.origins:
+        origins = {
+            "source_rates": tuple([each.rate for each in job.origins]),
+            "source_frames": tuple([each.frames for each in job.origins]),
+            "source_seconds": tuple([each.seconds for each in job.origins]),
+        }
+        known = {name: values for name, values in origins.items() if any(values)}
     token_counts = None if mask is None else tuple(mask.sum(1).tolist())  # without padding
     return {
         result.key: replace(
