@@ -32,7 +32,7 @@ GIVE_LAYOUT = f"add 'layout', {NAME_AXES}"
 EACH = {"channel": "channels", "head": "heads", "query": "queries", "key": "keys", "token": "tokens"}  # by one entry
 
 
-# The site of the value that each is, or is the gradient of; of weights, which a layer has when it begins, that side.
+# The site of the value that each is, or is the gradient of. Weights are read when a layer begins: at its input.
 SITES: dict[Site, Literal["output", "input", "attention", "attention_sink"]] = {
     "output": "output",
     "input": "input",

@@ -133,7 +133,7 @@ def make_error(outcome: Outcome, proxy: str) -> LayertapError:
 
 
 def _is_of_proxy(reply: Reply) -> bool:
-    """Whether a 500 is not the server's own: Ray's proxy sends one in place of a replica that died."""
+    """Whether a proxy sent a 500, as Ray's does when a replica has died."""
     return reply.status == 500 and not _is_own(reply)
 
 

@@ -1,8 +1,8 @@
 """Axes of tensors in one forward: which operations worked along them, and which letters of a layout that proves.
 
 Evidence is "C" for channels and "P" for positions, in lower case if the operation alone is no proof: a linear layer
-may mix positions, a pooling may be over channels. H, W and T say which position of a picture or video it is,
-"A" that products of matrices are repeated along it, as those of queries and keys along heads.
+may mix positions, a pooling may be over channels. H, W and T say which position of a picture or video it is. "A" is
+an axis of batched matrix products, such as the heads of attention.
 """
 
 from __future__ import annotations

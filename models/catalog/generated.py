@@ -15,8 +15,8 @@ STEP_AXES: Mapping[tuple[str, ...], int] = {("tokens",): 1, ("logits",): 1, (GEN
 def extend_catalog(few: Catalog, end: Catalog, steps: int) -> Catalog:
     """The catalog of ``steps`` steps, from one of FEW_STEPS for the same text.
 
-    What grew from the second to the third step, grows on, but no size beyond that in the last step of ``end``, which is
-    FEW_STEPS for a text that is longer by all other steps: windows are full at some time.
+    Sizes that grew from the second to the third step grow on. They stop at those of the last step of ``end``, the
+    catalog of FEW_STEPS for a text that is longer by all other steps, because sliding windows fill up.
     """
     layers = {name: _extend(layer, end.layers[name], steps) for name, layer in few.layers.items()}
     calls = [call.output for layer in layers.values() if layer.name != "." for call in layer.calls]
