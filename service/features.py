@@ -141,7 +141,7 @@ class Features:
     @cached_property
     def space(self) -> str:
         """The space of all results, "" if they have several."""
-        return get_common(receipt.space for receipt in self.receipts.values())
+        return get_common({receipt.space for receipt in self.receipts.values()})
 
     @property
     def nbytes(self) -> int:

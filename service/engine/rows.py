@@ -28,16 +28,13 @@ class Origin:
     seconds: tuple[float, ...] = ()
 
 
-NO_ORIGIN = Origin()  # of other inputs
-
-
 class CutRows(dict[str, Tensor]):
     """The row of a text, picture, sound or video, which may be cut.
 
     ``cut`` is the number of tokens or samples that were left out, 1 if pages were.
     """
 
-    def __init__(self, rows: Rows, cut: int = 0, origin: Origin = NO_ORIGIN) -> None:
+    def __init__(self, rows: Rows, cut: int = 0, origin: Origin | None = None) -> None:
         super().__init__(rows)
         self.cut = cut
         self.origin = origin

@@ -42,7 +42,7 @@ def test_lost_when_a_model_is_loaded() -> None:
 
     with serving(Configuration((spec("Breaks"),), "breaks")) as live:
         try:
-            problem(live.client.post("/models/breaks/load"), 503, seconds=True)
+            problem(live.client.post("/models/breaks/load"), 503)
             wait_until(lambda: live.client.get("/livez").status_code == 503)
             assert not live.engine.manager.alive
         finally:
@@ -60,7 +60,7 @@ def test_lost_at_the_start(tmp_path: Path) -> None:
 def test_an_error_of_a_device_that_is_in_order() -> None:
     """An error that the device gets over fails one model: the process lives, and others answer."""
     with serving(configured(spec("Complains"))) as live:
-        problem(live.client.post("/models/complains/load"), 503, seconds=True)
+        problem(live.client.post("/models/complains/load"), 503)
         assert live.client.get("/livez").status_code == 200
         assert live.client.get("/models/complains").json()["state"] == "failed"
         assert live.client.post("/extract", **raw(picture(), "image/png", layers="pool")).status_code == 200
@@ -86,7 +86,7 @@ def test_a_failed_load_leaves_nothing() -> None:
         before = torch.accelerator.memory_allocated(DEVICE)
         with limited(torch.accelerator.memory_reserved(DEVICE) + 20 * MIB):
             free = measure_available_bytes(DEVICE)
-            found = problem(live.client.post("/models/net/load"), 503, seconds=True)
+            found = problem(live.client.post("/models/net/load"), 503)
             assert "OutOfMemoryError" in found["detail"]
             wait_until(lambda: torch.accelerator.memory_allocated(DEVICE) == before)
             wait_until(lambda: measure_available_bytes(DEVICE) == free)

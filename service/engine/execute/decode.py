@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import NoReturn
 
@@ -15,7 +16,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn import functional
 
 from layertap.models.catalog.row_tensor import to_floating
 from layertap.models.devices.devices import DTYPES
@@ -75,8 +75,9 @@ def try_to_decode(
 
 def _find_lack_of_workers(item: LocalItem, inputs: ModelInputs) -> UnsupportedMediaError | None:
     """The refusal of what only worker processes decode: libtiff and FFmpeg know so many kinds."""
-    files = item.frames if isinstance(item, FramesItem) else [item] if isinstance(item, EncodedItem) else []
-    if any(each.is_tiff for each in files):
+    if not isinstance(item, EncodedItem | FramesItem):
+        return None
+    if any(each.is_tiff for each in (item.frames if isinstance(item, FramesItem) else [item])):
         detail = "TIFF is decoded in worker processes only, of which this model has none"
         return UnsupportedMediaError(detail, hint="save the picture as PNG, or send its pixels as an array")
     if isinstance(item, EncodedItem) and inputs.video is not None:
@@ -102,7 +103,7 @@ def decode_item(item: LocalItem, inputs: ModelInputs, settings: Settings) -> lis
     of these. The numbers of a batch with more rows than allowed are not checked.
     """
     inputs = choose_tower(item, inputs)
-    if isinstance(item, FramesItem) or (inputs.video is not None and isinstance(item, EncodedItem)):
+    if isinstance(item, FramesItem) or (isinstance(item, EncodedItem) and inputs.video is not None):
         return [make_video_row(item, inputs, settings)]
     if isinstance(item, SamplesItem) or (isinstance(item, EncodedItem) and inputs.sound is not None):
         row = make_sound_row(item, inputs, settings)
@@ -383,7 +384,7 @@ def _encode_text(item: TextItem, text: TextSpec, name: str) -> tuple[Sequence[in
         raise InputError(f"model {name} takes no pairs of texts", hint="leave 'text_pair' out")
     truncate = item.truncate or (text.truncate if item.pair is None else text.side)
     most = max(CHARACTERS * text.max_tokens, CUT_CHARACTERS if text.is_fast and truncate != "none" else 0)
-    size = len(item.text) + len(item.pair or "") + sum(len(role) + len(content) for role, content in item.messages)
+    size = len(item.text) + len(item.pair or "") + sum(map(len, chain.from_iterable(item.messages)))
     if size > most:
         may_cut = text.is_fast and truncate == "none" and size <= CUT_CHARACTERS
         raise InputError(
@@ -435,7 +436,7 @@ def _pad_rows(rows: Rows, size: int, text: TextSpec) -> dict[str, Tensor]:
     for name, value in rows.items():
         axis, pad = (1 + text.axis, text.pad if text.takes_text else 0) if name == text.ids else (1, 0)
         behind = (0, 0) * (value.ndim - axis - 1)  # of the axes after it, the last one first
-        filled[name] = functional.pad(value, (*behind, 0, size - value.shape[axis]), value=pad)
+        filled[name] = torch.constant_pad_nd(value, (*behind, 0, size - value.shape[axis]), pad)
     return CutRows(filled, rows.cut) if isinstance(rows, CutRows) else filled
 
 

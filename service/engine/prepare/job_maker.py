@@ -29,7 +29,6 @@ from layertap.service.engine.prepare.planned_request import PlannedRequest
 from layertap.service.engine.prepare.planner import Planner
 from layertap.service.engine.prepare.sources import prepare_sources
 from layertap.service.engine.rows import (
-    NO_ORIGIN,
     Attempt,
     CutRows,
     Fetched,
@@ -314,7 +313,8 @@ def _sort_attempts(
                 except InputError as error:
                     faults.append(error.to_fault(f"/inputs/{index}", index))
                     continue
-            cut, origins = ((attempt.cut,), (attempt.origin,)) if isinstance(attempt, CutRows) else ((), ())
+            cut = (attempt.cut,) if isinstance(attempt, CutRows) else ()
+            origins = (attempt.origin,) if isinstance(attempt, CutRows) and attempt.origin is not None else ()
             parts.append(DecodedRows(rows, (item,), index, cut, origins))
     every = _sort_faults(before, faults)
     if every and (request.on_error == "fail" or not parts):
@@ -340,7 +340,7 @@ def _join_parts(parts: Sequence[DecodedRows], inputs: ModelInputs) -> Sequence[D
 
     If only some are arrays, pictures are normalised first: one tensor has one dtype.
     """
-    if len({get_row_shapes(part.rows) for part in parts}) > 1:
+    if len(parts) == 1 or len({get_row_shapes(part.rows) for part in parts}) > 1:
         return parts
     rows: Sequence[Rows] = [part.rows for part in parts]
     if len({tuple(value.dtype for value in each.values()) for each in rows}) > 1:
@@ -348,9 +348,11 @@ def _join_parts(parts: Sequence[DecodedRows], inputs: ModelInputs) -> Sequence[D
     items = [item for part in parts for item in part.items]
     none = [(0,) * len(next(iter(part.rows.values()))) for part in parts]
     cut = chain.from_iterable(part.cut or zeros for part, zeros in zip(parts, none, strict=True))
-    origins = chain.from_iterable(
-        part.origins or (NO_ORIGIN,) * len(zeros) for part, zeros in zip(parts, none, strict=True)
-    )
+    origins: Iterable[Origin] = ()
+    if any(part.origins for part in parts):
+        origins = chain.from_iterable(
+            part.origins or (Origin(),) * len(zeros) for part, zeros in zip(parts, none, strict=True)
+        )
     return [DecodedRows(join_rows(rows), items, parts[0].input_index, tuple(cut), tuple(origins))]
 
 
