@@ -36,6 +36,7 @@ MIN_ROUNDS, MAX_QUICK_ROUNDS, ROUNDS_S = 2, 8, 0.5  # fewest and most rounds, an
 MIN_PAIRS, MAX_ROUNDS, PAIRS_S = 5, 25, 3.0  # the same for pairs of one row on one core and on all cores
 CLEAR_SHARE = 0.8  # the share of rounds that must agree
 MAX_FORWARD_S = 3.0  # a larger forward that is expected to take longer is not run
+MAX_TIMED_S = 1.0  # the same where another shape is surveyed
 MIN_THREADED_S = 0.005  # a faster forward has too little work for several threads
 MIN_SPEEDUP = 1.15  # if all threads are not this much faster than one, one is used
 MIN_OWN_SHARE = 0.3  # of the time, for which a forward computes in its own thread; else it waits, or others compute
@@ -138,7 +139,14 @@ def run_noise(replica: Replica, threads: int) -> Iterator[None]:
 
 
 def measure_costs(
-    forward: Forward, row: Inputs, device: torch.device, row_bytes: int, *, crosses_rows: bool, max_threads: int
+    forward: Forward,
+    row: Inputs,
+    device: torch.device,
+    row_bytes: int,
+    *,
+    crosses_rows: bool,
+    max_threads: int,
+    most_rounds: int = MAX_ROUNDS,
 ) -> Costs:
     """Measure how long forwards take; ``row`` is a batch of one, which is not modified.
 
@@ -156,7 +164,7 @@ def measure_costs(
             kinds["several"] = ({name: value.expand(BATCH_ROWS, *value.shape[1:]) for name, value in row.items()}, 1)
         if not is_accelerator(device) and max_threads > 1 and busy >= MIN_THREADED_S:
             kinds["all_cores"] = (row, max_threads)
-        rounds = _measure_rounds(forward, kinds, device)
+        rounds = _measure_rounds(forward, kinds, device, most_rounds)
     own, wall = (min(map(clock, rounds["one"])) for clock in (OWN, WALL))
     clock = OWN if own > MIN_OWN_SHARE * wall and not is_accelerator(device) else WALL
     one = min(map(clock, rounds["one"]))
@@ -166,11 +174,13 @@ def measure_costs(
     return Costs(one - per_row, per_row, row_bytes, speedup if speedup >= MIN_SPEEDUP else 1.0)
 
 
-def _measure_rounds(forward: Forward, kinds: Mapping[str, tuple[Inputs, int]], device: torch.device) -> Rounds:
+def _measure_rounds(
+    forward: Forward, kinds: Mapping[str, tuple[Inputs, int]], device: torch.device, most: int
+) -> Rounds:
     """Seconds of each kind of forward, round by round; ``kinds``: inputs and threads."""
     rounds: Rounds = {name: [] for name in kinds}
     start = time.perf_counter()
-    for number in range(MAX_ROUNDS):
+    for number in range(most):
         seconds = time.perf_counter() - start
         for name, (rows, count) in kinds.items():
             if _is_measured_again(name, number, seconds, rounds):
@@ -230,10 +240,8 @@ def survey_shape(
         with run_noise(model.replica, model.threads):
             catalog = _resize(model, specs, base or model.catalog)
             if catalog is None:
-                catalog = _survey(model, specs)
-                row_bytes = _measure_row_bytes(model.replica, make_noise_row(specs, model.device, model.dtype))
-                costs = _scale_costs(model, catalog.seconds, row_bytes)
-                catalog = replace(catalog, costs=costs, tower=model.model_inputs.for_shapes(shapes).tower)
+                catalog = _time(model, _survey(model, specs), specs)
+                catalog = replace(catalog, tower=model.model_inputs.for_shapes(shapes).tower)
         model.catalogs.put_catalog(shapes, catalog)
     if functions and not catalog.has_functions:
         with run_noise(model.replica, model.threads):
@@ -310,6 +318,19 @@ def _resize(model: LoadedModel, specs: Sequence[InputSpec], base: Catalog) -> Ca
     if catalog is None:
         return None
     return replace(catalog, seconds=seconds, costs=_scale_costs(model, seconds, row_bytes))
+
+
+def _time(model: LoadedModel, catalog: Catalog, specs: Sequence[InputSpec]) -> Catalog:
+    """The catalog of another shape with its costs: measured if that is quick, else by the survey's forward."""
+    row = make_noise_row(specs, model.device, model.dtype)
+    row_bytes = _measure_row_bytes(model.replica, row)
+    likely = min(catalog.seconds, model.catalog.seconds * _compare_sizes(model.shapes, specs))
+    if catalog.crosses_rows or likely * BATCH_ROWS > MAX_TIMED_S:
+        return replace(catalog, costs=_scale_costs(model, catalog.seconds, row_bytes))
+    measure, speedup = partial(measure_costs, max_threads=1, most_rounds=MIN_ROUNDS), model.catalog.costs.speedup
+    measured = measure(model.replica, row, model.device, row_bytes, crosses_rows=False)
+    seconds = min(catalog.seconds, measured.estimate_seconds(1) / speedup)
+    return replace(catalog, seconds=seconds, costs=replace(measured, speedup=speedup))
 
 
 def _count_threads(model: LoadedModel) -> int:
