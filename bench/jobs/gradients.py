@@ -49,10 +49,10 @@ def differentiate_style(maps: Array, style: Array) -> Array:
 
 
 def sample_gradients_by_request(lab: Lab) -> Arrays:
-    rows = [{"tensor": row, "class": 7} for row in lab.batch.numpy()]
+    loss = {"kind": "cross_entropy", "class": 7}
     norms = [{"layer": f"{layer}[weight]:grad_weight", "stats": ["l2"], "as": layer} for layer in LINEAR]
     fishers = [{"layer": f"{layer}[weight]:grad_weight", "combine": "mean_square"} for layer in LINEAR]
-    return lab.client.extract(rows, norms + fishers, model="vit", objective={"kind": "cross_entropy"})
+    return lab.client.extract(lab.batch, norms + fishers, model="vit", objective=loss)
 
 
 def sample_gradients_by_script(lab: Lab) -> Arrays:

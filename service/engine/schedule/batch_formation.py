@@ -110,14 +110,16 @@ def choose_rows(queue: BatchQueue, companions: Sequence[Job], device: DeviceSlot
 def limit_rows(queue: BatchQueue, jobs: Sequence[Job], device: DeviceSlots) -> int:
     """The most rows that a forward of these jobs should have.
 
-    A single job is split evenly over the forwards that it needs: on two slots, with 12 rows in an efficient
-    forward, 32 rows run as four times 8. As 12, 12 and 8 they would leave one slot idle at the end.
+    A single job is split evenly over as many forwards as keep all slots busy to the end, each of about as many rows as
+    an efficient one: on two slots, with 4 rows in an efficient forward, 10 rows run as twice 5.
     """
     limit, total, parallel = queue.efficient_rows, jobs[0].rows, count_parallel(queue.key, device)
     if parallel == 1 or total <= limit or queue.padded_rows or len(set(jobs)) > 1:
         return limit
-    rounds = math.ceil(total / (limit * parallel))
-    return max(math.ceil(total / (rounds * parallel)), math.ceil(limit / 2))
+    forwards = parallel * max(round(total / (limit * parallel)), 1)
+    waiting = jobs[0].waiting_rows
+    left = max(forwards - round((total - waiting) * forwards / total), 1)
+    return min(max(math.ceil(waiting / left), math.ceil(limit / 2)), queue.fitting_rows)
 
 
 def count_parallel(key: BatchKey, device: DeviceSlots) -> int:

@@ -126,7 +126,7 @@ def test_split_over_free_slots() -> None:
         assert [(batch.rows, batch.slots) for batch in batches] == [(rows, 1) for rows in sizes]
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(10, [5, 5]), (32, [8, 8, 8, 8]), (30, [8, 8, 7, 7]), (25, [7, 7, 6, 5])])
+@pytest.mark.parametrize(("rows", "sizes"), [(10, [5, 5]), (32, [16, 16]), (40, [10] * 4), (50, [13, 13, 12, 12])])
 def test_equal_shares_of_a_lone_request(rows: int, sizes: list[int]) -> None:
     """The last forward of a request that needs several leaves no core idle; nothing of it joins one that has begun."""
     harness, key = BatcherHarness(cpu=DeviceSlots(2)), make_key("cpu", Costs(base=1.2, per_row=1.0), 64)
