@@ -13,7 +13,6 @@ from torch import Tensor
 
 from layertap.models.errors import InputError
 from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing, make_row, preprocess
-from layertap.models.spec import Decode
 
 SAMPLING = "numpy.linspace(0, length, frames), cut to length - 1 and rounded down"
 
@@ -51,8 +50,3 @@ class VideoProcessor:
     def describe(self) -> dict[str, Any]:
         """Everything that affects its rows, as plain data."""
         return {"frames": self.frames, "sampling": SAMPLING, "each": self.each.describe()}
-
-    def changes_pixels(self, decode: Decode) -> bool:
-        """False: frames are decoded in full."""
-        del decode
-        return False
