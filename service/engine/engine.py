@@ -130,24 +130,16 @@ class Engine:
         self.begin(request, sent, ticket)
         handle = await self.get_handle(request.model, ticket)
         tried = _Tried(sent)
-        make = partial(self._describe_jobs, tried=tried, ticket=ticket, describe=describe)
+
+        async def make(planned: PlannedRequest, items: Items) -> T:
+            jobs = await self._make_jobs(planned, items, tried, ticket)
+            return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
+
         try:
             ticket.enter_queue(handle, len(sent.items))
             return await self._with_plan(request, tried, handle, ticket, make)
         finally:
             ticket.leave_queue()
-
-    async def _describe_jobs(
-        self,
-        planned: PlannedRequest,
-        items: Items,
-        *,
-        tried: _Tried,
-        ticket: Ticket,
-        describe: Callable[[list[Job]], T],
-    ) -> T:
-        jobs = await self._make_jobs(planned, items, tried, ticket)
-        return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
 
     async def run_jobs(self, jobs: list[Job], handle: ModelHandle, ticket: Ticket) -> list[Answer]:
         """Run planned jobs in the model's queue, and return each with its results."""
