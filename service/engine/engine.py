@@ -10,7 +10,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
-from layertap.models.errors import InputError, LayerNotReachedError, LayertapError, OtherCallsError, RequestError
+from layertap.models.errors import InputError, LayerNotReachedError, LayertapError, OtherForwardError, RequestError
 from layertap.models.points import Point
 from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
@@ -335,7 +335,7 @@ class Engine:
             trial = job.with_plan(interventions=()) if counts_calls else job
             try:
                 (results,) = await self.manager.scheduler.run([trial])
-            except OtherCallsError as error:
+            except OtherForwardError as error:
                 is_final = (job.plan.counts_back and not counts_calls) or (error.shapes and sizes_known)
                 if job.plan_again is None or not left or is_final:
                     raise
@@ -374,7 +374,7 @@ class _Tried:
 def _may_go_apart(planned: PlannedRequest, error: LayertapError) -> bool:
     """Whether a job for each input may answer more: each makes its own calls, or those with an error are left out."""
     skips = planned.request.may_skip(error) and not planned.plan.unsplittable
-    differs = isinstance(error, OtherCallsError) and not (error.shapes and planned.catalog.sizes_known)
+    differs = isinstance(error, OtherForwardError) and not (error.shapes and planned.catalog.sizes_known)
     return not planned.apart and (differs or skips)
 
 
@@ -405,6 +405,6 @@ async def _check_sizes(job: Job) -> None:
     catalog = job.prepared.catalog
     if catalog.sizes_known or job.plan_again is None:
         return
-    as_planned, info = OtherCallsError(""), catalog.outputs[0]
+    as_planned, info = OtherForwardError(""), catalog.outputs[0]
     as_planned.shapes = {Point(".", 0, info.path, "output"): info.shape}
     await job.plan_again(as_planned)
