@@ -41,7 +41,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 SIZE = attrgetter("size")
 MAX_LEFT_OUT = 16  # retries of a request, each leaving out tensors that failed
-OF_INPUT = (InputError, LayerNotReachedError)  # what a forward may refuse an input with
+INPUT_ERRORS = (InputError, LayerNotReachedError)  # what a forward may refuse an input with
 MAX_REPLANS = 8  # runs of an input whose forward makes other calls each time
 Answer = tuple[Job, Results]  # a job and its forwards' results
 
@@ -263,7 +263,7 @@ class Engine:
                 return await self._run([job], ticket.deadline)
             except UndecodedError as error:
                 items = refuse_picture(items, error)
-            except OF_INPUT as error:
+            except INPUT_ERRORS as error:
                 if not _may_go_apart(planned, error):
                     raise
                 planned = planned.with_inputs_apart()
@@ -276,7 +276,7 @@ class Engine:
                 ran, reply = [job for job, _ in answers], planned.request.reply
                 check_entries(list_entries(ran), len(ran), reply, self.settings.max_results)
             return answers
-        except OF_INPUT as error:
+        except INPUT_ERRORS as error:
             if not _may_go_apart(planned, error):
                 raise
         return await self._decode_and_run(planned.with_inputs_apart(), items, tried, ticket)
@@ -308,7 +308,7 @@ class Engine:
         for job, outcome in zip(jobs, outcomes, strict=True):
             if not isinstance(outcome, BaseException):
                 answers += outcome
-            elif isinstance(outcome, (*OF_INPUT, RequestError)) and request.may_skip(outcome):
+            elif isinstance(outcome, (*INPUT_ERRORS, RequestError)) and request.may_skip(outcome):
                 faults.append(outcome.to_fault(f"/inputs/{job.input_index}", job.input_index))
             else:
                 raise outcome
