@@ -22,7 +22,7 @@ class VideoProcessor:
     """The frames that a model takes of a video, and how each is preprocessed."""
 
     name: str
-    each: Preprocessing  # of a frame: a library's own processor for videos treats every frame alike
+    of_frame: Preprocessing  # a library's own processor for videos treats every frame alike
     frames: int
     axis: int = 0  # of a row, along which frames are stacked
 
@@ -39,7 +39,8 @@ class VideoProcessor:
 
     def make_frame(self, image: Image.Image) -> Tensor:
         """A frame, RGB, as float32 (channels, height, width); InputError if the library refuses it."""
-        return make_row(image, self.each) if isinstance(self.each, LibraryProcessor) else preprocess(image, self.each)
+        how = self.of_frame
+        return make_row(image, how) if isinstance(how, LibraryProcessor) else preprocess(image, how)
 
     def join_frames(self, frames: Sequence[Tensor]) -> Tensor:
         """The row of a video, without an axis of rows; InputError if its frames differ in size."""
@@ -49,4 +50,4 @@ class VideoProcessor:
 
     def describe(self) -> dict[str, Any]:
         """Everything that affects its rows, as plain data."""
-        return {"frames": self.frames, "sampling": SAMPLING, "each": self.each.describe()}
+        return {"frames": self.frames, "sampling": SAMPLING, "each": self.of_frame.describe()}

@@ -301,7 +301,7 @@ def _split_towers(module: Any) -> bool:
 def _get_picture_shape(config: Any, pictures: Preprocessing | VideoProcessor | str, shown: str) -> tuple[int, ...]:
     configs = (getattr(config, "vision_config", None), config)
     vision = next((each for each in configs if getattr(each, "image_size", None) is not None), None)
-    pictures = pictures.each if isinstance(pictures, VideoProcessor) else pictures
+    pictures = pictures.of_frame if isinstance(pictures, VideoProcessor) else pictures
     side: Any = None if isinstance(pictures, str) else pictures.output_size
     side = side or (vision.image_size if vision is not None else None)
     if side is None and isinstance(pictures, LibraryProcessor):  # rows are as large as pictures: take any size
