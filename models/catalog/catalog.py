@@ -175,7 +175,7 @@ class Layer:
     parameters: int
     calls: tuple[Call, ...]
     hazards: tuple[str, ...]  # "inplace", "scripted" or "never_called", "attention"
-    weights: tuple[TensorInfo, ...] = ()  # a row's gradients of its parameters, and of those of parts that never run
+    weight_gradients: tuple[TensorInfo, ...] = ()  # of a row: of its parameters, and of those of parts that never run
 
     @property
     def share(self) -> float:

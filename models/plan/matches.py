@@ -166,11 +166,11 @@ def _find_weights(selector: Selector, layer: Layer) -> Iterator[Tap]:
     if selector.call is not None:
         detail = "the gradient of a layer's weights is of all of its calls together"
         raise SelectorError(detail, hint="leave the number of the call out")
-    start = selector.path or ()
-    found = [info for info in layer.weights if info.path[: len(start)] == start]
+    start, gradients = selector.path or (), layer.weight_gradients
+    found = [info for info in gradients if info.path[: len(start)] == start]
     if not found and not selector.is_glob:
         detail = f"layer {escape(layer.name)} has no floating parameter of its own{' of that name' if start else ''}"
-        raise UnknownLayerError(detail, hint=_list_paths(layer.weights) or "name one of its parts, or a glob of them")
+        raise UnknownLayerError(detail, hint=_list_paths(gradients) or "name one of its parts, or a glob of them")
     return (Tap(Point(layer.name, 0, info.path, "grad_weight"), info) for info in found)
 
 
