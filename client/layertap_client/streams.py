@@ -100,11 +100,7 @@ def join(embedded: list[Embedded]) -> Embeddings:
 
 
 def stream(
-    client: Client,
-    inputs: Iterable[Input],
-    layers: LayerSpecs | None,
-    options: Mapping[str, Any],
-    **sizes: int,
+    client: Client, inputs: Iterable[Input], layers: LayerSpecs | None, options: Mapping[str, Any], **sizes: int
 ) -> Generator[Embedded, None, None]:
     """Embed by threads, each of which performs one batch at a time."""
     limits = client.perform(list_models(client.session)).limits
