@@ -192,7 +192,7 @@ class InputError(RequestError):
     """An input does not fit the model."""
 
 
-class OtherCallsError(InputError):
+class OtherForwardError(InputError):
     """An input's forward makes other ``counts`` of calls, by layer, or tensors of other ``shapes`` than planned."""
 
     counts: Mapping[Any, int] = {}

@@ -42,12 +42,7 @@ from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.run.model_catalogs import survey_configured, survey_shape, survey_towers
 from layertap.models.run.model_info import CatalogCache
 from layertap.models.run.reachable import digest_reachable
-from layertap.models.run.replica import (
-    Replica,
-    copy_module,
-    has_same_calls,
-    takes_by_position,
-)
+from layertap.models.run.replica import Replica, copy_module, has_same_calls, takes_by_position
 from layertap.models.run.row_check import CrossingRows, read_note
 from layertap.models.sources import build
 from layertap.models.sources.state_dict import digest_weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -36,15 +36,6 @@ class LRUCache(Generic[K, V]):
             self._values.move_to_end(key)
             if len(self._values) > self._max_size:
                 self._values.popitem(last=False)
-
-    def get_or_create(self, key: K, create: Callable[[], V]) -> V:
-        """The value of a key, created and kept if missing; ``create`` must be quick: other threads wait for it."""
-        with self._lock:
-            if key in self._values:
-                self._values.move_to_end(key)
-            else:
-                self.put(key, create())
-            return self._values[key]
 
     def clear(self) -> None:
         """Drop all values."""

@@ -144,7 +144,7 @@ def create_engine(
     create_executor = partial(loading.create_executor, settings=settings, metrics=server_metrics)
     manager = ModelManager(registry, configuration.default, settings, server_metrics, create_executor)
     engine = Engine(manager, fetcher or Fetcher(settings), settings, server_metrics)
-    server_metrics.register_gauges(engine.take_snapshot)
+    server_metrics.read_gauges = engine.take_snapshot
     return engine
 
 

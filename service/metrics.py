@@ -105,7 +105,7 @@ class Metrics(Collector):
         # A counter's number; of a histogram how many values each bucket has, the last without a bound, then their sum.
         self._series: dict[str, dict[Labels, list[float]]] = {name: {} for name in FAMILIES}
         self.connections = 0  # that are open
-        self._read_gauges: Callable[[], Snapshot] = dict
+        self.read_gauges: Callable[[], Snapshot] = dict  # called at each scrape, in the rendering thread
         self._models: set[str | int] = set()
         for name, family in FAMILIES.items():
             if "model" not in family.labels:
@@ -149,10 +149,6 @@ class Metrics(Collector):
             )
         )
 
-    def register_gauges(self, read: Callable[[], Snapshot]) -> None:
-        """Register what the gauges call at each scrape, in the rendering thread."""
-        self._read_gauges = read
-
     def render(self) -> bytes:
         """All metrics in Prometheus' text format, of type ``CONTENT_TYPE``; CPU-bound, so call it in a thread."""
         return generate_latest(self._registry)
@@ -172,7 +168,7 @@ class Metrics(Collector):
             for labels, (*numbers, total) in self._series[name].copy().items():
                 histogram.add_metric([*map(str, labels)], [*zip(bounds, accumulate(numbers), strict=True)], total)
             yield histogram
-        for name, found in {"connections": self.connections, **self._read_gauges()}.items():
+        for name, found in {"connections": self.connections, **self.read_gauges()}.items():
             documentation, names = GAUGES[name]
             gauge = GaugeMetricFamily(f"layertap_{name}", documentation, labels=names)
             for key, value in (found if names else {(): found}).items():

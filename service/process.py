@@ -66,7 +66,7 @@ def run_until_stopped(
     if is_asked := wait(math.inf) is not None:
         if drain_delay_s:
             log.info("draining", extra={"fields": {"seconds": drain_delay_s}})
-        manager.withdraw_readiness()
+        manager.ending = True
         wait(max(drain_delay_s, LAST_REPLIES_S))
     log.info("stopping")
     loop.call_soon_threadsafe(manager.abort_loading)

@@ -138,7 +138,6 @@ class Client(Connection):
 
     def perform(self, steps: Steps[T]) -> T:
         """Do step after step, and give what they come to."""
-        outcome: Any = None
         try:
             step = next(steps)
             while True:
@@ -149,8 +148,7 @@ class Client(Connection):
                 else:
                     step = steps.send(outcome)
         except StopIteration as end:
-            result: T = end.value
-            return result
+            return end.value  # type: ignore[no-any-return]
 
     def _perform_step(self, step: Step) -> Any:
         if isinstance(step, Send):
@@ -218,7 +216,6 @@ class AsyncClient(Connection):
 
     async def perform(self, steps: Steps[T]) -> T:
         """Do step after step, and give what they come to."""
-        outcome: Any = None
         try:
             step = next(steps)
             while True:
@@ -229,8 +226,7 @@ class AsyncClient(Connection):
                 else:
                     step = steps.send(outcome)
         except StopIteration as end:
-            result: T = end.value
-            return result
+            return end.value  # type: ignore[no-any-return]
 
     async def _perform_step(self, step: Step) -> Any:
         if isinstance(step, Send):

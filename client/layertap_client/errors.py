@@ -104,11 +104,7 @@ class DeadlineError(ProblemError, TimeoutError):
     """504: the server ran out of time; the timeout of a call is the server's deadline too."""
 
 
-BY_STATUS: Mapping[int, type[ProblemError]] = {
-    413: TooLargeError,
-    422: InvalidRequestError,
-    504: DeadlineError,
-}
+BY_STATUS: Mapping[int, type[ProblemError]] = {413: TooLargeError, 422: InvalidRequestError, 504: DeadlineError}
 
 
 def make_problem(status: int, data: bytes | bytearray, retry_after: float | None, proxy: str = "") -> ProblemError:

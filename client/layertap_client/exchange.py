@@ -7,13 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from layertap_client.errors import (
-    BadReplyError,
-    ConnectionFailedError,
-    InputError,
-    LayertapError,
-    make_problem,
-)
+from layertap_client.errors import BadReplyError, ConnectionFailedError, InputError, LayertapError, make_problem
 from layertap_client.messages import Outcome, Reply, Request, Send, Steps, Wait
 
 DEADLINE = "X-Request-Timeout"

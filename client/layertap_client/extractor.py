@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -38,7 +39,6 @@ class RemoteExtractor:
         self.client = client
         self.names = dict(names)
         self.options = options
-        self._limits: Mapping[str, float] | None = None
 
     def __call__(self, batch: Any = None, /, **named: Any) -> Activations:
         """What the layers give for a batch, rows on axis 0; LayertapError."""
@@ -69,7 +69,7 @@ class RemoteExtractor:
 
     def _extract(self, arrays: Mapping[str, Array], rows: int) -> list[Result]:
         """The results of all rows, in as many requests as it takes."""
-        limits = self._get_limits()
+        limits = self._limits
         row_bytes = max(1, sum(array.nbytes for array in arrays.values()) // rows)
         size = int(min(limits["max_inputs"], limits["max_body_bytes"] * BODY_SHARE // row_bytes))
         size, results, start = max(1, min(size, rows)), [], 0
@@ -98,10 +98,9 @@ class RemoteExtractor:
         joined.fingerprint, joined.receipts = results[0].fingerprint, results[0].receipts
         return joined
 
-    def _get_limits(self) -> Mapping[str, float]:
-        if self._limits is None:
-            self._limits = self.client.models().limits
-        return self._limits
+    @cached_property
+    def _limits(self) -> Mapping[str, float]:
+        return self.client.models().limits
 
 
 def hooks(

@@ -7,14 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar, Unpack
 from urllib.parse import quote
 
-from layertap_client.bodies import (
-    JSON,
-    SAFETENSORS,
-    ExplainOptions,
-    ExtractOptions,
-    SweepOptions,
-    build_request,
-)
+from layertap_client.bodies import JSON, SAFETENSORS, ExplainOptions, ExtractOptions, SweepOptions, build_request
 from layertap_client.errors import BadReplyError
 from layertap_client.exchange import Session
 from layertap_client.inputs import Inputs
@@ -42,10 +35,7 @@ def extract(
     model's embedding.
     ``options``: those of ``ExtractOptions``. LayertapError.
     """
-    fields: dict[str, Any] = {**options, "layers": list_layers(layers)}
-    timeout = fields.pop("timeout", None)
-    reply = yield from post(session, "/extract", inputs, fields, accept=SAFETENSORS, timeout=timeout)
-    return read_result(reply)
+    return (yield from _compute(session, "/extract", inputs, {**options, "layers": list_layers(layers)}))
 
 
 def explain(
@@ -58,10 +48,7 @@ def explain(
     "occlusion", "attention_rollout", "gradient_rollout" or "relevance", or a list of some. ``inputs`` as of
     ``extract``; ``options``: those of ``ExplainOptions``. LayertapError.
     """
-    fields: dict[str, Any] = {**options, "method": method}
-    timeout = fields.pop("timeout", None)
-    reply = yield from post(session, "/explain", inputs, fields, accept=SAFETENSORS, timeout=timeout)
-    return read_result(reply)
+    return (yield from _compute(session, "/explain", inputs, {**options, "method": method}))
 
 
 def sweep(
@@ -76,10 +63,9 @@ def sweep(
     ``inputs`` and ``layers`` as of ``extract``. LayertapError.
     """
     fields: dict[str, Any] = {**options, "layers": list_layers(layers), "op": op}
-    timeout, source = fields.pop("timeout", None), fields.pop("source", None)
+    source = fields.pop("source", None)
     fields["from"] = {"input": source} if isinstance(source, int) else source
-    reply = yield from post(session, "/sweep", inputs, fields, accept=SAFETENSORS, timeout=timeout)
-    return read_result(reply)
+    return (yield from _compute(session, "/sweep", inputs, fields))
 
 
 def optimise(session: Session, /, inputs: Inputs, steps: int, learning_rate: float, **options: Any) -> Steps[Result]:
@@ -87,10 +73,8 @@ def optimise(session: Session, /, inputs: Inputs, steps: int, learning_rate: flo
 
     ``inputs`` as of ``extract``; ``options``: the body's other fields, and ``timeout``. LayertapError.
     """
-    fields: dict[str, Any] = {**options, "steps": steps, "learning_rate": learning_rate}
-    timeout = fields.pop("timeout", None)
-    reply = yield from post(session, "/optimise", inputs, fields, accept=SAFETENSORS, timeout=timeout)
-    return read_result(reply)
+    fields = {**options, "steps": steps, "learning_rate": learning_rate}
+    return (yield from _compute(session, "/optimise", inputs, fields))
 
 
 def dry_run(
@@ -178,6 +162,12 @@ def list_layers(layers: LayerSpecs | None) -> list[LayerSpec] | None:
     if layers is None:
         return None
     return [layers] if isinstance(layers, str | Mapping) else list(layers)
+
+
+def _compute(session: Session, /, path: str, inputs: Inputs, fields: dict[str, Any]) -> Steps[Result]:
+    """The result of a route that computes; ``timeout`` among the ``fields`` is the call's own."""
+    timeout = fields.pop("timeout", None)
+    return read_result((yield from post(session, path, inputs, fields, accept=SAFETENSORS, timeout=timeout)))
 
 
 def _build(

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,32 +15,14 @@ from numpy.typing import NDArray
 from layertap_client.arrays import Array, get_only
 from layertap_client.embedding import Batch, Embedded, Embedder
 from layertap_client.errors import Fault
-from layertap_client.exchange import Session
 from layertap_client.inputs import Input
-from layertap_client.messages import Steps
 from layertap_client.operations import LayerSpecs
 from layertap_client.operations import models as list_models
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from layertap_client.client import AsyncClient, Client
+
 AHEAD = 2  # times as many batches as are under way are in memory: those behind one that is slow wait
-
-
-class Performer(Protocol):
-    """A client, as far as a stream needs it."""
-
-    session: Session
-
-    def perform(self, steps: Steps[T]) -> T:
-        """Do step after step, and give what they come to."""
-
-
-class AsyncPerformer(Protocol):
-    """The same of a client for asyncio."""
-
-    session: Session
-
-    async def perform(self, steps: Steps[T]) -> T:
-        """Do step after step, and give what they come to."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,11 +100,7 @@ def join(embedded: list[Embedded]) -> Embeddings:
 
 
 def stream(
-    client: Performer,
-    inputs: Iterable[Input],
-    layers: LayerSpecs | None,
-    options: Mapping[str, Any],
-    **sizes: int,
+    client: Client, inputs: Iterable[Input], layers: LayerSpecs | None, options: Mapping[str, Any], **sizes: int
 ) -> Generator[Embedded, None, None]:
     """Embed by threads, each of which performs one batch at a time."""
     limits = client.perform(list_models(client.session)).limits
@@ -143,7 +121,7 @@ def stream(
 
 
 async def stream_async(
-    client: AsyncPerformer,
+    client: AsyncClient,
     inputs: Iterable[Input] | AsyncIterable[Input],
     layers: LayerSpecs | None,
     options: Mapping[str, Any],

@@ -58,7 +58,7 @@ class TensorInfo:
     grid_size: tuple[int, int] | None = None  # rows and columns of the patches; None if no map of the forward tells
     layout_given: bool = False  # by the request
     heads: int = 0  # that its channels hold side by side; 0 if it is not known to
-    unfolds_heads: bool = False  # as here, not as in the forward: with an axis for heads before the channels of each
+    heads_unfolded: bool = False  # as here, not as in the forward: with an axis for heads before the channels of each
     argument: str = ""  # the parameter that it was passed as, if it was in a lone argument
     origin: Point | None = None  # of an input that others read too: where it comes from
 
@@ -103,7 +103,7 @@ class TensorInfo:
 
     def with_heads(self) -> TensorInfo:
         """The same with an axis for the heads that its channels hold; as it is if none are known."""
-        if not self.heads or self.unfolds_heads or self.size("C") % self.heads:
+        if not self.heads or self.heads_unfolded or self.size("C") % self.heads:
             return self
         axis, layout = self.axis("C"), (self.layout or "").replace("C", "AC")
         return replace(
@@ -112,7 +112,7 @@ class TensorInfo:
             layout=layout,
             row_axis=layout.index("N"),
             token_axes=tuple(each + (each > axis) for each in self.token_axes),
-            unfolds_heads=True,
+            heads_unfolded=True,
         )
 
     def index_select(self, indices_by_axis: Mapping[str, Sequence[int]]) -> TensorInfo:
@@ -175,7 +175,7 @@ class Layer:
     parameters: int
     calls: tuple[Call, ...]
     hazards: tuple[str, ...]  # "inplace", "scripted" or "never_called", "attention"
-    weights: tuple[TensorInfo, ...] = ()  # a row's gradients of its parameters, and of those of parts that never run
+    weight_gradients: tuple[TensorInfo, ...] = ()  # of a row: of its parameters, and of those of parts that never run
 
     @property
     def share(self) -> float:

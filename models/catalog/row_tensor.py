@@ -34,7 +34,7 @@ class RowTensor:
     @classmethod
     def from_hook(cls, value: Tensor, info: TensorInfo, token_mask: Tensor | None = None) -> RowTensor:
         """A tensor as a hook sees it, with the axis of a single row that a model squeezed, and ``info``'s of heads."""
-        axis = info.axis("A") - len(info.shape) + 1 if info.unfolds_heads else 0
+        axis = info.axis("A") - len(info.shape) + 1 if info.heads_unfolded else 0
         if axis and value.shape[axis:][:1] == (info.size("A") * info.size("C"),):
             value = torch.unflatten(value, axis, (info.size("A"), -1))
         return cls(value.unsqueeze(0) if value.ndim + 1 == len(info.shape) else value, info, token_mask)

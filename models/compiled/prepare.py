@@ -140,12 +140,7 @@ def _find_files(model: LoadedModel, captures: Sequence[Capture], folder: Path, c
 
 
 def _open_graphs(
-    model: LoadedModel,
-    plan: Plan,
-    captures: tuple[Capture, ...],
-    paths: Paths,
-    warm: WarmSpec,
-    run_trial: RunForwards,
+    model: LoadedModel, plan: Plan, captures: tuple[Capture, ...], paths: Paths, warm: WarmSpec, run_trial: RunForwards
 ) -> PlanGraphs:
     """Graphs whose results match the hooks', with CUDA graphs for some batch sizes unless their capture fails."""
     one, several = (open_graph(paths[kind], len(model.replicas), model.device) for kind in KINDS)

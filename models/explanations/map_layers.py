@@ -113,10 +113,7 @@ def make_trial_objective(objective: ResolvedObjective) -> ResolvedObjective:
 
 
 def find_last_sensitive(
-    modules: Modules,
-    forward: Callable[[], object],
-    maps: Sequence[Tap],
-    objective: ResolvedObjective,
+    modules: Modules, forward: Callable[[], object], maps: Sequence[Tap], objective: ResolvedObjective
 ) -> Tap | None:
     """The first of ``maps`` where the objective has a nonzero gradient at any position; prefix tokens do not count.
 

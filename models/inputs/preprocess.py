@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layertap.models.errors import InputError
-from layertap.models.spec import FOR_TENSORS, Box, Color, Decode, Interpolation, PreprocessSpec, Window
+from layertap.models.spec import FOR_TENSORS, Box, Color, Interpolation, PreprocessSpec, Window
 
 # The sides of a picture that is decoded smaller are at least this many times those it is resized to. With 1, deviations
 # would be three times as large (docs/explanation/fidelity.md).
@@ -65,11 +65,6 @@ class LibraryProcessor:
     def describe(self) -> dict[str, Any]:
         """Everything that affects its rows, as plain data."""
         return {"processor": self.name, "settings": self.settings, "background": self.background}
-
-    def changes_pixels(self, decode: Decode) -> bool:
-        """False: it always gets pictures decoded in full."""
-        del decode
-        return False
 
 
 Preprocessing = PreprocessSpec | LibraryProcessor

@@ -15,7 +15,7 @@ from torch import Tensor
 from layertap.models.errors import InputError
 from layertap.models.inputs.preprocess import Preprocessing
 from layertap.models.inputs.video import VideoProcessor
-from layertap.models.spec import Decode, InputSpec
+from layertap.models.spec import InputSpec
 
 RECIPE = "channels averaged in float32, resampled by soxr HQ"  # what comes before the library's own steps
 MASK = "attention_mask"
@@ -69,11 +69,6 @@ class SoundProcessor:
         """Everything that affects its rows, as plain data."""
         described = {"processor": self.name, "settings": self.settings, "rate": self.rate, "channels": self.channels}
         return described | {"sound": RECIPE}
-
-    def changes_pixels(self, decode: Decode) -> bool:
-        """False: it gets no pictures."""
-        del decode
-        return False
 
 
 def make_samples_processor(spec: InputSpec, rate: int) -> SoundProcessor:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from layertap.models.errors import InputError
 from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing, make_row, preprocess
-from layertap.models.spec import Decode
 
 SAMPLING = "numpy.linspace(0, length, frames), cut to length - 1 and rounded down"
 
@@ -23,7 +22,7 @@ class VideoProcessor:
     """The frames that a model takes of a video, and how each is preprocessed."""
 
     name: str
-    each: Preprocessing  # of a frame: a library's own processor for videos treats every frame alike
+    of_frame: Preprocessing  # a library's own processor for videos treats every frame alike
     frames: int
     axis: int = 0  # of a row, along which frames are stacked
 
@@ -40,7 +39,8 @@ class VideoProcessor:
 
     def make_frame(self, image: Image.Image) -> Tensor:
         """A frame, RGB, as float32 (channels, height, width); InputError if the library refuses it."""
-        return make_row(image, self.each) if isinstance(self.each, LibraryProcessor) else preprocess(image, self.each)
+        how = self.of_frame
+        return make_row(image, how) if isinstance(how, LibraryProcessor) else preprocess(image, how)
 
     def join_frames(self, frames: Sequence[Tensor]) -> Tensor:
         """The row of a video, without an axis of rows; InputError if its frames differ in size."""
@@ -50,9 +50,4 @@ class VideoProcessor:
 
     def describe(self) -> dict[str, Any]:
         """Everything that affects its rows, as plain data."""
-        return {"frames": self.frames, "sampling": SAMPLING, "each": self.each.describe()}
-
-    def changes_pixels(self, decode: Decode) -> bool:
-        """False: frames are decoded in full."""
-        del decode
-        return False
+        return {"frames": self.frames, "sampling": SAMPLING, "each": self.of_frame.describe()}

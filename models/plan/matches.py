@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import translate
 from typing import Literal
 
 from layertap.models.catalog.catalog import Call, Catalog, Layer, TensorInfo
@@ -77,30 +79,10 @@ def filter_layers(catalog: Catalog, match: str | None, kind: str | None, leaf: b
     """The layers that match a glob, a type and ``leaf``; UnknownLayerError if no layer has the type."""
     if hint := _suggest_type(kind, catalog):
         raise UnknownLayerError(f"no layer of this model has type {escape(kind or '')}", hint=hint)
-    return [
-        layer
-        for layer in catalog.layers.values()
-        if (match is None or matches_glob(match, layer.name))
-        and kind in (None, layer.type)
-        and leaf in (None, layer.is_leaf)
-    ]
-
-
-def matches_glob(pattern: str, name: str) -> bool:
-    """Whether a name matches a glob of ``*`` and ``?``; takes at most len(pattern) × len(name) steps."""
-    position, star, resume = 0, -1, 0
-    index = 0
-    while index < len(name):
-        if position < len(pattern) and pattern[position] == "*":
-            star, resume, position = position, index, position + 1
-        elif position < len(pattern) and pattern[position] in ("?", name[index]):
-            position, index = position + 1, index + 1
-        elif star >= 0:
-            resume, position = resume + 1, star + 1
-            index = resume
-        else:
-            return False
-    return all(char == "*" for char in pattern[position:])
+    # Of wildcards * and ? alone; not by ``fnmatchcase``, which keeps thousands of patterns.
+    fits = re.compile(translate("*" if match is None else match.replace("[", "[[]"))).match
+    layers = catalog.layers.values()
+    return [each for each in layers if fits(each.name) and kind in (None, each.type) and leaf in (None, each.is_leaf)]
 
 
 def _prefer_layer(selector: Selector, catalog: Catalog) -> Selector:
@@ -184,11 +166,11 @@ def _find_weights(selector: Selector, layer: Layer) -> Iterator[Tap]:
     if selector.call is not None:
         detail = "the gradient of a layer's weights is of all of its calls together"
         raise SelectorError(detail, hint="leave the number of the call out")
-    start = selector.path or ()
-    found = [info for info in layer.weights if info.path[: len(start)] == start]
+    start, gradients = selector.path or (), layer.weight_gradients
+    found = [info for info in gradients if info.path[: len(start)] == start]
     if not found and not selector.is_glob:
         detail = f"layer {escape(layer.name)} has no floating parameter of its own{' of that name' if start else ''}"
-        raise UnknownLayerError(detail, hint=_list_paths(layer.weights) or "name one of its parts, or a glob of them")
+        raise UnknownLayerError(detail, hint=_list_paths(gradients) or "name one of its parts, or a glob of them")
     return (Tap(Point(layer.name, 0, info.path, "grad_weight"), info) for info in found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -182,12 +182,13 @@ class Plan:
     cost: float  # the share of a whole forward's time spent until then
     skipped: tuple[str, ...] = ()  # layers that globs match but that never run
     interventions: tuple[tuple[ResolvedIntervention, ...], ...] = ()  # the changes of each
-    objective: ResolvedObjective | None = None  # if a gradient is asked for
+    objective: ResolvedObjective | None = None  # if a gradient is asked for: a backward follows
     extra: frozenset[Capture] = frozenset()  # that feed changes of other inputs
     warnings: tuple[str, ...] = ()  # of omitted tensors, and of changes that not everything sees
     anchors_views: bool = False  # gradients are taken at functions that return views of their inputs
     calls: tuple[tuple[tuple[str, int, str], int], ...] = ()  # that it is for, if calls depend on values
     counts_back: bool = False  # a change is at a call that is counted from the last
+    _nbytes: dict[int, int] = field(init=False, repr=False, compare=False, default_factory=dict)  # by number of rows
 
     @cached_property
     def resolved_interventions(self) -> tuple[ResolvedIntervention, ...]:
@@ -234,11 +235,6 @@ class Plan:
         objectives = () if self.objective is None else (self.objective,)
         return (*self.captures, *self.resolved_interventions, *objectives)
 
-    @property
-    def has_graph(self) -> bool:
-        """Whether a backward follows."""
-        return self.objective is not None
-
     @cached_property
     def anchors(self) -> frozenset[Point]:
         """Where graphs begin: kernels may be other ones for what requires grad, and round otherwise."""
@@ -271,11 +267,6 @@ class Plan:
         if rows not in self._nbytes:
             self._nbytes[rows] = sum(size.nbytes for size in self.list_sizes(rows))
         return self._nbytes[rows]
-
-    @cached_property
-    def _nbytes(self) -> dict[int, int]:
-        """Bytes by number of rows; at most as many entries as a request may have inputs."""
-        return {}
 
 
 def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:

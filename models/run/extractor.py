@@ -15,7 +15,7 @@ from torch import Tensor
 from layertap.models.catalog.catalog import TENSORS
 from layertap.models.catalog.row_tensor import RowTensor, Span
 from layertap.models.devices.devices import dtype_name
-from layertap.models.errors import InputError, LayerNotReachedError, LayertapError, OtherCallsError, escape
+from layertap.models.errors import InputError, LayerNotReachedError, LayertapError, OtherForwardError, escape
 from layertap.models.hooks.attach import Modules, StopForward, attach_values
 from layertap.models.hooks.kept import KeptOutputs
 from layertap.models.hooks.running_calls import Changes, run_own
@@ -188,7 +188,7 @@ class FeatureExtractor:
             raise errors[0]
 
     def _check_calls(self) -> None:
-        """OtherCallsError if a forward that ended made other numbers of calls than its plan is for."""
+        """OtherForwardError if a forward that ended made other numbers of calls than its plan is for."""
         made = {key: self._count_calls(*key) for key in self._expected}
         for (layer, call, kind), count in made.items():
             if kind == TENSORS and count > (planned := self._expected[layer, call, kind]):
@@ -201,7 +201,7 @@ class FeatureExtractor:
             name = escape(f"{layer}#{call}/{function}" if function else layer)
             planned = self._expected[layer, call, function]
             detail = f"with this input {name} runs {count} times, not {planned} times"
-            error = OtherCallsError(detail, hint="name its calls by their numbers")
+            error = OtherForwardError(detail, hint="name its calls by their numbers")
             error.counts = counts
             raise error
 
@@ -366,7 +366,7 @@ class FeatureExtractor:
         is_resized = len(shape) == len(expected) and dtype_name(tensor.dtype) == tap.info.dtype
         if self._row_count > 1 or tap.point.function or not is_resized:
             return InputError(detail, hint=hint, points=points)
-        misfit, self._shapes[tap.point] = OtherCallsError(detail, hint=hint, points=points), shape
+        misfit, self._shapes[tap.point] = OtherForwardError(detail, hint=hint, points=points), shape
         misfit.shapes = self._shapes
         return misfit
 

@@ -26,7 +26,7 @@ from layertap.models.inputs.sound import Media
 from layertap.models.plan.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.plan.requested import Reduction, TensorData
 from layertap.models.points import Point
-from layertap.models.spec import Decode, InputSpec, Pool, Preprocessed, Tower
+from layertap.models.spec import Decode, InputSpec, Pool, Preprocessed, PreprocessSpec, Tower
 
 RECIPE = 1  # raise it when the meaning of a pooling, a preprocessing step or a decoder changes
 # Fields of an input that say what a survey sends; of its axis for rows another one than 0 counts; a list is a setting.
@@ -69,7 +69,8 @@ def digest_model(
     ``precision`` is its dtype, or ``tf32`` if a GPU may use fewer bits than float32 has.
     """
     if preprocess is not None:
-        row: object = preprocess.describe(), decode if preprocess.changes_pixels(decode) else "exact"
+        is_changed = isinstance(preprocess, PreprocessSpec) and preprocess.changes_pixels(decode)
+        row: object = preprocess.describe(), decode if is_changed else "exact"
     else:
         row = [_to_plain_data(spec, SURVEYED) for spec in inputs]
     if axes := {spec.name: spec.batch_axis for spec in inputs if spec.batch_axis}:

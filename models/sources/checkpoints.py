@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -37,6 +37,7 @@ COUNTERS = frozenset({"n_averaged", "steps"})  # counters that averaged models s
 MIN_SHARE = 0.5  # the share of a module's names that must occur under a prefix for it to count as one
 MAX_DEPTH = 3
 MAX_SHOWN = 3
+LOCAL = {"local_files_only": True, "trust_remote_code": False}  # options of the hub's libraries
 Container = Callable[[], object]
 _lock = Lock()  # torch's list of safe globals is process-wide
 
@@ -100,14 +101,14 @@ def read_checkpoint(path: Path | str, prefix: str = "") -> StateDict:
     return state
 
 
-def find_weights(folder: Path) -> Path:
-    """The file of a folder's weights, or their index: the first of ``FILES`` that exists; LoadError if none does."""
-    for name in FILES:
+def find_weights(folder: Path, files: Sequence[str] = FILES) -> Path:
+    """The file of a folder's weights, or their index: the first of ``files`` that exists; LoadError if none does."""
+    for name in files:
         if (folder / name).is_file():
             return folder / name
     refuse_adapter(folder)
-    detail = f"{escape(folder.name)} holds no {FILES[0]}"
-    raise LoadError(detail, hint=f"it takes one of {', '.join(FILES)}; or give the path of another file")
+    detail = f"{escape(folder.name)} holds no {files[0]}"
+    raise LoadError(detail, hint=f"it takes one of {', '.join(files)}; or give the path of another file")
 
 
 def _read(path: Path, shown: str) -> object:

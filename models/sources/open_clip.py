@@ -31,8 +31,7 @@ from layertap.models.sources.build import (
     refuse_named_weights,
     refuse_unknown_arguments,
 )
-from layertap.models.sources.checkpoints import read_checkpoint, wrap_errors
-from layertap.models.sources.transformers_inputs import LOCAL
+from layertap.models.sources.checkpoints import LOCAL, find_weights, read_checkpoint, wrap_errors
 from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec, PreprocessSpec, Truncate
 
 CONFIG = "open_clip_config.json"
@@ -59,7 +58,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     config, transform = _read_config(folder, shown)
     weights = parse_weights(spec.weights)
     refuse_named_weights(weights, shown)
-    file = _find_weights(folder) if weights.is_named else None
+    file = find_weights(folder, FILES) if weights.is_named else None
     state = read_checkpoint(file) if file else read_weights(spec)
     module, report = construct_module(spec, shown, partial(_construct, library, config), state, FLOAT_BITS)
     size = module.visual.image_size
@@ -113,14 +112,6 @@ def _read_config(folder: Path, shown: str) -> tuple[dict[str, Any], dict[str, An
         raise LoadError(f"{CONFIG} of {shown} has a tokenizer_mode, which is not taken")
     vision["timm_model_pretrained"] = False
     return {**config, "text_cfg": text, "vision_cfg": vision}, transform
-
-
-def _find_weights(folder: Path) -> Path:
-    for name in FILES:
-        if (folder / name).is_file():
-            return folder / name
-    detail = f"{escape(folder.name)} holds no {FILES[0]}"
-    raise LoadError(detail, hint=f"it takes one of {', '.join(FILES)}; or give the path of another file")
 
 
 def _construct(library: Any, config: Mapping[str, Any]) -> Any:

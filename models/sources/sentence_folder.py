@@ -20,7 +20,7 @@ from torch import nn
 from layertap.models.devices.turns import construct_alone
 from layertap.models.errors import LoadError, escape
 from layertap.models.grammar import import_library
-from layertap.models.sources.checkpoints import read_checkpoint, wrap_errors
+from layertap.models.sources.checkpoints import LOCAL, read_checkpoint, wrap_errors
 from layertap.models.sources.sentence_model import (
     LAYER,
     TASKS,
@@ -38,7 +38,6 @@ from layertap.models.sources.state_dict import find_base, load_state_dict
 
 NEWER_FILE, ROUTER_FILES = "config_sentence_transformers.json", ("router_config.json", "config.json")
 HINT = "move modules.json out of the folder to serve the transformer alone, and name its layer with embedding:"
-LOCAL = {"local_files_only": True, "trust_remote_code": False}
 MODELS = {  # the library's class by a folder's model_type
     **{name: name for name in ("SentenceTransformer", "SparseEncoder", "MultiVectorEncoder")},
     "ColBERT": "MultiVectorEncoder",

@@ -36,7 +36,7 @@ from layertap.models.sources.build import (
     refuse_reserved_arguments,
     refuse_unknown_arguments,
 )
-from layertap.models.sources.checkpoints import find_weights, read_checkpoint, wrap_errors
+from layertap.models.sources.checkpoints import LOCAL, find_weights, read_checkpoint, wrap_errors
 from layertap.models.sources.cross_encoder import attach_scores, read_cross_encoder
 from layertap.models.sources.sentence_folder import SentenceFolder, read_sentence_folder
 from layertap.models.sources.sentence_model import LAYER, TOKENS, FinalEmbedding
@@ -52,11 +52,7 @@ from layertap.models.sources.state_dict import (
     refuse_scales,
 )
 from layertap.models.sources.transformers_generation import let_generate
-from layertap.models.sources.transformers_inputs import (
-    LOCAL,
-    MASK,
-    read_inputs,
-)
+from layertap.models.sources.transformers_inputs import MASK, read_inputs
 from layertap.models.sources.transformers_sound import read_sound, takes_sound
 from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from layertap.models.hooks.attention import disable_observers
 from layertap.models.inputs.generation import GENERATE, read_row
-from layertap.models.sources.transformers_inputs import IDS, LOCAL, MASK
+from layertap.models.sources.checkpoints import LOCAL
+from layertap.models.sources.transformers_inputs import IDS, MASK
 from layertap.models.spec import Generation
 
 CACHE, LAST_ONLY = "past_key_values", "logits_to_keep"

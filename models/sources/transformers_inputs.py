@@ -23,13 +23,11 @@ from layertap.models.inputs.model_inputs import Encode, TextSpec
 from layertap.models.inputs.preprocess import LibraryProcessor, Preprocessing
 from layertap.models.inputs.presets import SIDE, choose_preprocessing, from_transformers
 from layertap.models.inputs.video import VideoProcessor
-from layertap.models.sources.checkpoints import wrap_errors
+from layertap.models.sources.checkpoints import LOCAL, wrap_errors
 from layertap.models.sources.sentence_folder import SentenceFolder
 from layertap.models.sources.sentence_texts import complete_texts, encodes_itself, list_limits
-from layertap.models.sources.text_pairs import encode_pair
 from layertap.models.spec import ImageBackend, InputSpec, ModelSpec, Truncate
 
-LOCAL = {"local_files_only": True, "trust_remote_code": False}
 Modality = Literal["pictures", "text", "both", "other"]
 IDS, MASK, TYPES, PIXELS = "input_ids", "attention_mask", "token_type_ids", "pixel_values"
 PATCH_SHAPES = "spatial_shapes"
@@ -165,7 +163,7 @@ def _read_text_spec(
         text = replace(
             text,
             encode=encode,
-            encode_pair=partial(encode_pair, own, typed) if pairs and not is_refused else None,
+            encode_pair=partial(_encode_pair, own, typed) if pairs and not is_refused else None,
             encode_chat=partial(_encode_chat, whole, own) if has_chat else None,
             digest=_digest(own.to_str() + (str(whole.chat_template) if sentence or has_chat else "")),
             is_fast=sentence is None or not encodes_itself(sentence),
@@ -201,6 +199,36 @@ def _encode(own: Any, text: str, limit: int, truncate: Truncate, *, specials: bo
     if excess:
         encoding.truncate(kept, direction="left" if truncate == "start" else "right")
     return (own.post_process(encoding) if specials else encoding).ids, excess
+
+
+def _encode_pair(
+    own: Any, typed: bool, first: str, second: str, limit: int, truncate: Truncate
+) -> tuple[list[int], list[int] | None, int]:
+    """Ids, token types if they are ``typed``, and the number of dropped tokens; thread-safe.
+
+    ``own`` is a fast tokenizer that neither cuts nor pads.
+    """
+    pair = [own.encode(text, add_special_tokens=False) for text in (first, second)]
+    lengths = [len(each.ids) for each in pair]
+    kept = lengths
+    if truncate != "none":
+        kept = _cut_longest(lengths[0], lengths[1], limit - own.num_special_tokens_to_add(True))
+    for each, length in zip(pair, kept, strict=True):
+        each.truncate(length, direction="left" if truncate == "start" else "right")
+    whole = own.post_process(*pair)
+    # Each was encoded as a first text; post-processors set the types of a second one.
+    types = whole.type_ids if own.post_processor is not None else [0] * kept[0] + [1] * kept[1]
+    return whole.ids, types if typed else None, sum(lengths) - sum(kept)
+
+
+def _cut_longest(first: int, second: int, limit: int) -> list[int]:
+    """What is left of two texts by ``longest_first``: the longer one loses tokens until both are equally long."""
+    short, long = sorted((first, second))
+    if short + long > limit:
+        long = max(short, limit - short)
+        if short + long > limit:
+            short, long = limit // 2, limit - limit // 2
+    return [short, long] if first <= second else [long, short]
 
 
 def _encode_chat(
@@ -273,7 +301,7 @@ def _split_towers(module: Any) -> bool:
 def _get_picture_shape(config: Any, pictures: Preprocessing | VideoProcessor | str, shown: str) -> tuple[int, ...]:
     configs = (getattr(config, "vision_config", None), config)
     vision = next((each for each in configs if getattr(each, "image_size", None) is not None), None)
-    pictures = pictures.each if isinstance(pictures, VideoProcessor) else pictures
+    pictures = pictures.of_frame if isinstance(pictures, VideoProcessor) else pictures
     side: Any = None if isinstance(pictures, str) else pictures.output_size
     side = side or (vision.image_size if vision is not None else None)
     if side is None and isinstance(pictures, LibraryProcessor):  # rows are as large as pictures: take any size

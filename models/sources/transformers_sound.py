@@ -18,13 +18,12 @@ from torch import Tensor
 
 from layertap.models.errors import InputError, LoadError
 from layertap.models.inputs.sound import MASK, SoundProcessor
-from layertap.models.sources.checkpoints import wrap_errors
+from layertap.models.sources.checkpoints import LOCAL, wrap_errors
+from layertap.models.sources.transformers_inputs import PROCESSOR_FILES
 from layertap.models.spec import InputDType, InputSpec
 
 WHISPER = "WhisperFeatureExtractor"
 VALUES, FEATURES = "input_values", "input_features"
-LOCAL = {"local_files_only": True, "trust_remote_code": False}
-FILES = ("preprocessor_config.json", "processor_config.json")
 MAX_SECONDS = 3600  # of a row; servers have a limit of their own
 TRIALS = (1.0, 1.01, 1.0173, 1.0251, 1.5)  # seconds of noise: even and odd numbers of frames, whole hops or not
 DTYPES: dict[torch.dtype, InputDType] = {torch.float32: "float32", torch.int32: "int32", torch.bool: "bool"}
@@ -61,8 +60,8 @@ def read_sound(library: Any, module: Any, folder: Path, shown: str) -> tuple[tup
     """
     _keep_encoder(module)
     names = inspect.signature(module.forward).parameters
-    if not any((folder / name).is_file() for name in FILES):
-        detail = f"{shown} has no {FILES[0]}, which says how {type(module).__name__} takes sounds"
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        detail = f"{shown} has no {PROCESSOR_FILES[0]}, which says how {type(module).__name__} takes sounds"
         raise LoadError(detail, hint=f"save its feature extractor beside config.json, or {INPUTS_HINT}")
     with wrap_errors(f"the feature extractor of {shown} could not be made"):
         extractor = library.AutoFeatureExtractor.from_pretrained(str(folder), **LOCAL)
@@ -71,7 +70,7 @@ def read_sound(library: Any, module: Any, folder: Path, shown: str) -> tuple[tup
             settings += "torchaudio"  # its filter banks are others than numpy's
     name = type(extractor).__name__
     if name not in KNOWN or getattr(extractor, "dither", False):
-        raise LoadError(f"{name}, which {FILES[0]} of {shown} names, is not built here", hint=INPUTS_HINT)
+        raise LoadError(f"{name}, which {PROCESSOR_FILES[0]} of {shown} names, is not built here", hint=INPUTS_HINT)
     rate, channels = int(extractor.sampling_rate), _count_channels(name, extractor)
     run, limit = partial(_run, extractor), KNOWN[name](extractor)
     usual = rate if limit is None else limit // 2

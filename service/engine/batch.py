@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layertap.models.errors import Fault, LayertapError, OtherCallsError, RequestError, TooLargeError
+from layertap.models.errors import Fault, LayertapError, OtherForwardError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import read_mask
 from layertap.models.plan.plan import Capture, Plan
 from layertap.models.run.batch_slices import JoinedRows
@@ -73,7 +73,7 @@ class Job:
     origins: tuple[Origin, ...] = ()  # where rows of sounds and videos are from
     warnings: tuple[str, ...] = ()
     # Makes the job of the same rows, never run, for a forward that makes other numbers of calls.
-    plan_again: Callable[[OtherCallsError], Awaitable[Job]] | None = None
+    plan_again: Callable[[OtherForwardError], Awaitable[Job]] | None = None
 
     def __post_init__(self) -> None:
         self.waiting_rows = self.missing_rows = self.rows

@@ -10,7 +10,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
-from layertap.models.errors import InputError, LayerNotReachedError, LayertapError, OtherCallsError, RequestError
+from layertap.models.errors import InputError, LayerNotReachedError, LayertapError, OtherForwardError, RequestError
 from layertap.models.points import Point
 from layertap.models.run.model_info import ModelInfo
 from layertap.service.engine.admit.admission import AdmissionControl, Ticket
@@ -41,7 +41,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 SIZE = attrgetter("size")
 MAX_LEFT_OUT = 16  # retries of a request, each leaving out tensors that failed
-OF_INPUT = (InputError, LayerNotReachedError)  # what a forward may refuse an input with
+INPUT_ERRORS = (InputError, LayerNotReachedError)  # what a forward may refuse an input with
 MAX_REPLANS = 8  # runs of an input whose forward makes other calls each time
 Answer = tuple[Job, Results]  # a job and its forwards' results
 
@@ -130,24 +130,16 @@ class Engine:
         self.begin(request, sent, ticket)
         handle = await self.get_handle(request.model, ticket)
         tried = _Tried(sent)
-        make = partial(self._describe_jobs, tried=tried, ticket=ticket, describe=describe)
+
+        async def make(planned: PlannedRequest, items: Items) -> T:
+            jobs = await self._make_jobs(planned, items, tried, ticket)
+            return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
+
         try:
             ticket.enter_queue(handle, len(sent.items))
             return await self._with_plan(request, tried, handle, ticket, make)
         finally:
             ticket.leave_queue()
-
-    async def _describe_jobs(
-        self,
-        planned: PlannedRequest,
-        items: Items,
-        *,
-        tried: _Tried,
-        ticket: Ticket,
-        describe: Callable[[list[Job]], T],
-    ) -> T:
-        jobs = await self._make_jobs(planned, items, tried, ticket)
-        return await self.run_in_thread(partial(_consume, describe, jobs), ticket.deadline)
 
     async def run_jobs(self, jobs: list[Job], handle: ModelHandle, ticket: Ticket) -> list[Answer]:
         """Run planned jobs in the model's queue, and return each with its results."""
@@ -271,7 +263,7 @@ class Engine:
                 return await self._run([job], ticket.deadline)
             except UndecodedError as error:
                 items = refuse_picture(items, error)
-            except OF_INPUT as error:
+            except INPUT_ERRORS as error:
                 if not _may_go_apart(planned, error):
                     raise
                 planned = planned.with_inputs_apart()
@@ -284,7 +276,7 @@ class Engine:
                 ran, reply = [job for job, _ in answers], planned.request.reply
                 check_entries(list_entries(ran), len(ran), reply, self.settings.max_results)
             return answers
-        except OF_INPUT as error:
+        except INPUT_ERRORS as error:
             if not _may_go_apart(planned, error):
                 raise
         return await self._decode_and_run(planned.with_inputs_apart(), items, tried, ticket)
@@ -316,7 +308,7 @@ class Engine:
         for job, outcome in zip(jobs, outcomes, strict=True):
             if not isinstance(outcome, BaseException):
                 answers += outcome
-            elif isinstance(outcome, (*OF_INPUT, RequestError)) and request.may_skip(outcome):
+            elif isinstance(outcome, (*INPUT_ERRORS, RequestError)) and request.may_skip(outcome):
                 faults.append(outcome.to_fault(f"/inputs/{job.input_index}", job.input_index))
             else:
                 raise outcome
@@ -343,7 +335,7 @@ class Engine:
             trial = job.with_plan(interventions=()) if counts_calls else job
             try:
                 (results,) = await self.manager.scheduler.run([trial])
-            except OtherCallsError as error:
+            except OtherForwardError as error:
                 is_final = (job.plan.counts_back and not counts_calls) or (error.shapes and sizes_known)
                 if job.plan_again is None or not left or is_final:
                     raise
@@ -382,7 +374,7 @@ class _Tried:
 def _may_go_apart(planned: PlannedRequest, error: LayertapError) -> bool:
     """Whether a job for each input may answer more: each makes its own calls, or those with an error are left out."""
     skips = planned.request.may_skip(error) and not planned.plan.unsplittable
-    differs = isinstance(error, OtherCallsError) and not (error.shapes and planned.catalog.sizes_known)
+    differs = isinstance(error, OtherForwardError) and not (error.shapes and planned.catalog.sizes_known)
     return not planned.apart and (differs or skips)
 
 
@@ -413,6 +405,6 @@ async def _check_sizes(job: Job) -> None:
     catalog = job.prepared.catalog
     if catalog.sizes_known or job.plan_again is None:
         return
-    as_planned, info = OtherCallsError(""), catalog.outputs[0]
+    as_planned, info = OtherForwardError(""), catalog.outputs[0]
     as_planned.shapes = {Point(".", 0, info.path, "output"): info.shape}
     await job.plan_again(as_planned)

@@ -82,11 +82,6 @@ class PreparedRequest:
         """The fingerprint of the whole reply."""
         return digest_reply(self.fingerprints.values())
 
-    @cached_property
-    def warnings(self) -> tuple[str, ...]:
-        """What its plan warns of."""
-        return self.spec.plan.warnings
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "isolated", self.isolated or self.unsplittable)
         object.__setattr__(self, "captured_seconds", self.row_bytes / CAPTURED_BYTES_PER_S)

@@ -118,12 +118,7 @@ def _get_explanation(request: ExtractRequest) -> Explanation:
 
 
 async def _make_maps(
-    engine: Engine,
-    asked: MapRequest,
-    sent: SentInputs,
-    ticket: Ticket,
-    work: PlannedWork,
-    top_classes: int,
+    engine: Engine, asked: MapRequest, sent: SentInputs, ticket: Ticket, work: PlannedWork, top_classes: int
 ) -> Features:
     """The maps that use the same forwards, for all inputs."""
     method, request, handle = asked.spec, asked.request, work.handle

@@ -18,14 +18,7 @@ from layertap.models.labels import name_classes
 from layertap.models.plan.objectives import OBJECTIVES, compute_objective
 from layertap.models.plan.plan import ResolvedObjective, Tap
 from layertap.models.plan.planner import resolve_objective
-from layertap.models.plan.requested import (
-    Explanation,
-    InputOptions,
-    Intervention,
-    Objective,
-    Operation,
-    Selector,
-)
+from layertap.models.plan.requested import Explanation, InputOptions, Intervention, Objective, Operation, Selector
 from layertap.models.plan.selectors import make_selector
 from layertap.models.run import fingerprint
 from layertap.models.run.model_info import ModelInfo

@@ -14,7 +14,7 @@ from layertap.models.plan.planner import find_outputs
 from layertap.models.points import Site, format_path
 from layertap.models.registry import ModelEntry
 from layertap.models.run.model_info import ModelInfo
-from layertap.models.spec import InputSpec
+from layertap.models.spec import InputSpec, PreprocessSpec
 
 Json = dict[str, Any]
 OPTIONAL_FIELDS = {"tf32": True, "memory_format": "channels_last"}  # shown only with this value
@@ -108,7 +108,8 @@ def _describe_preprocessing(model: ModelInfo) -> Json | None:
     if isinstance(how, SoundProcessor | VideoProcessor):
         return how.describe()
     steps = {name: value for name, value in how.describe().items() if value is not None or name in ("resize", "crop")}
-    return steps | {"decode": decode if how.changes_pixels(decode) else "exact"}
+    is_changed = isinstance(how, PreprocessSpec) and how.changes_pixels(decode)
+    return steps | {"decode": decode if is_changed else "exact"}
 
 
 def _describe_input(spec: InputSpec) -> Json:

@@ -16,14 +16,7 @@ from layertap.models.plan.requested import Measure, Method
 from layertap.service.formats.table import FORMATS
 from layertap.service.http import timeout
 from layertap.service.http.query import PARTS
-from layertap.service.schemas.bodies import (
-    CompareBody,
-    ExplainBody,
-    ExtractBody,
-    OptimiseBody,
-    RequestBody,
-    SweepBody,
-)
+from layertap.service.schemas.bodies import CompareBody, ExplainBody, ExtractBody, OptimiseBody, RequestBody, SweepBody
 from layertap.service.schemas.examples import PARAMETERS
 from layertap.service.schemas.replies import Problem
 from layertap.service.schemas.selection import ObjectiveBody

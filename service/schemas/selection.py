@@ -267,10 +267,7 @@ Position = Annotated[
     OneError("Input should be a whole number, or a list of two"),
 ]
 SomeClass = StrictIndex | Literal["top"]
-Class = Annotated[
-    SomeClass | None,
-    OneError("Input should be the number of a class, or 'top'"),
-]
+Class = Annotated[SomeClass | None, OneError("Input should be the number of a class, or 'top'")]
 Target = Annotated[tuple[Number, ...], Field(min_length=1, max_length=1_000_000)] | None
 Term = tuple[Number, SignedIndex]
 

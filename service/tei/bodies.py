@@ -114,16 +114,21 @@ class TeiRerankBody(TeiBody):
         return {"embedding": Embedding(layer=LOGITS), "is_of_pairs": True, **super().make_options(), **options}
 
 
-class EmbedBody(TeiBody):
-    """``/embed``."""
+class InputsBody(TeiBody):
+    """Texts to embed."""
 
     inputs: Annotated[Texts, BeforeValidator(make_list)]
-    normalize: bool = True
-    dimensions: StrictInt | None = Field(None, ge=1)
 
     def list_items(self) -> list[TextItem]:
         """A text for each input."""
         return list(map(TextItem, self.inputs))
+
+
+class EmbedBody(InputsBody):
+    """``/embed``."""
+
+    normalize: bool = True
+    dimensions: StrictInt | None = Field(None, ge=1)
 
     def make_options(self) -> dict[str, Any]:
         """The model's embedding."""
@@ -131,14 +136,8 @@ class EmbedBody(TeiBody):
         return {**super().make_options(), **options}
 
 
-class EmbedSparseBody(TeiBody):
+class EmbedSparseBody(InputsBody):
     """``/embed_sparse``."""
-
-    inputs: Annotated[Texts, BeforeValidator(make_list)]
-
-    def list_items(self) -> list[TextItem]:
-        """A text for each input."""
-        return list(map(TextItem, self.inputs))
 
     def make_options(self) -> dict[str, Any]:
         """The model's embedding as it is; its zeros are not sent."""

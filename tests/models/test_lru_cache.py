@@ -13,9 +13,9 @@ def test_least_recently_used_goes() -> None:
     assert cache.get("a") == 1
     cache.put("c", 3)
     assert (cache.get("a"), cache.get("b"), cache.get("c")) == (1, None, 3)
-    assert cache.get_or_create("a", lambda: 9) == 1
-    assert cache.get_or_create("b", lambda: 9) == 9
-    assert cache.get("c") is None
+    assert cache.get("a") == 1
+    cache.put("b", 9)
+    assert (cache.get("b"), cache.get("c")) == (9, None)
     cache.put("a", 4)
     cache.put("d", 5)
     assert (cache.get("a"), cache.get("d")) == (4, 5)

@@ -144,7 +144,7 @@ def test_gradients_with_other_beginnings() -> None:
     shapes = model.model_inputs.shapes
 
     def key(plan: Plan) -> object:
-        return keys.get(model.catalog, shapes, plan.anchors if plan.has_graph else None)
+        return keys.get(model.catalog, shapes, plan.anchors if plan.objective is not None else None)
 
     assert key(early) is key(plans(model, ["early:grad_output"], objective=LOGIT))
     assert len({id(key(plan)) for plan in (early, late, plans(model, ["late"]))}) == 3

@@ -23,12 +23,10 @@ from layertap.service.features import Array, Features, Receipt, join_cuts
 
 # Receipt fields that differ by input; all others agree in results that share one array.
 BY_ROW = ("classes", "labels", "token_counts", "source_rates", "source_frames", "source_seconds")
-OTHERWISE = {"call": -1, "preprocessed": "mixed", "forward": "", "how": "", "space": ""}
-UNLIKE: dict[str, Any] = OTHERWISE | dict.fromkeys(
-    ("grid_size", "rows_per_forward", "seconds_per_step")
-)  # if inputs differ
-OF_INPUT: dict[str, Any] = {"captured": (), "fingerprint": "", **UNLIKE, "truncated": None, **dict.fromkeys(BY_ROW)}
-# What inputs' results must have in common for one array to hold them: shape, dtype, axes and receipt without OF_INPUT.
+UNLIKE: dict[str, Any] = dict.fromkeys(("grid_size", "rows_per_forward", "seconds_per_step"))  # if inputs differ
+UNLIKE |= {"call": -1, "preprocessed": "mixed", "forward": "", "how": "", "space": ""}
+DIFFERING: dict[str, Any] = {"captured": (), "fingerprint": "", **UNLIKE, "truncated": None, **dict.fromkeys(BY_ROW)}
+# What inputs' results must have in common for one array to hold them: shape, dtype, axes and receipt without DIFFERING.
 Outline = tuple[tuple[int, ...], str, int, Receipt]
 Entry = tuple[str, Result, int]  # a result in a reply: its name there, and its rows
 
@@ -158,7 +156,7 @@ def _outline_features(features: Features) -> dict[str, Outline]:
 
 
 def _outline(shape: tuple[int, ...], dtype: str, receipt: Receipt) -> Outline:
-    return shape, dtype, len(receipt.captured), replace(receipt, **OF_INPUT)
+    return shape, dtype, len(receipt.captured), replace(receipt, **DIFFERING)
 
 
 def _join_arrays(arrays: Sequence[Array], receipts: Sequence[Receipt]) -> Array:

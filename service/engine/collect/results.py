@@ -45,7 +45,7 @@ def collect_features(job: Job, results: Results) -> Features:
         receipts=_make_receipts(job, results),
         errors=job.faults,
         verified=prepared.spec.verified_by is not None,
-        warnings=(*prepared.warnings, *job.warnings),
+        warnings=(*prepared.spec.plan.warnings, *job.warnings),
         interventions=prepared.changed,
         input_index=job.input_index,
         tokens=job.tokens,

@@ -191,7 +191,7 @@ def make_video_row(item: EncodedItem | FramesItem | Array, inputs: ModelInputs, 
         raise InputError(f"model {inputs.model} takes no videos", hint=f"send {_describe_inputs(inputs)}")
 
     def make(image: Image.Image) -> Tensor:
-        _check_picture(processor.each, settings, image.width, image.height)
+        _check_picture(processor.of_frame, settings, image.width, image.height)
         return processor.make_frame(image)
 
     seconds: Sequence[float] = ()
@@ -200,7 +200,7 @@ def make_video_row(item: EncodedItem | FramesItem | Array, inputs: ModelInputs, 
     elif isinstance(item, FramesItem):
         numbers = processor.choose_frames(len(item.frames))
         files = [item.frames[number].data for number in numbers]
-        decode = partial(decode_image, max_pixels=settings.max_pixels, background=processor.each.background)
+        decode = partial(decode_image, max_pixels=settings.max_pixels, background=processor.of_frame.background)
         made = [make(decode(data).image) for data in files]
     else:
         numbers = processor.choose_frames(len(item))

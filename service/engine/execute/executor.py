@@ -95,12 +95,8 @@ class Executor(ABC):
         self.model = model
         self.devices = tuple(devices)
         self.idle = dict.fromkeys(devices, 0)
-        self.decode, self.decode_here, self.count_characters = (
-            decoder.decode,
-            decoder.decode_here,
-            decoder.count_characters,
-        )
-        self.find_decoders = decoder.find_workers
+        self.decode, self.decode_here = decoder.decode, decoder.decode_here
+        self.count_characters, self.find_decoders = decoder.count_characters, decoder.find_workers
         self.max_decode_items = decoder.max_items
         self._pool = decoder.pool
         self._workers = decoder.workers

@@ -135,10 +135,6 @@ class ModelManager:
         """Whether the process can go on; any thread may ask."""
         return not self.scheduler.failure
 
-    def withdraw_readiness(self) -> None:
-        """Report that the server is not ready, because it will end soon; requests are still served."""
-        self.ending = True
-
     def abort_loading(self) -> None:
         """Fail the requests that wait for a model to load, because the process is about to end; on the event loop."""
         self._aborted = True

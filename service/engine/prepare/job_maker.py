@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 
 from torch import Tensor
 
-from layertap.models.errors import Fault, InputError, LayertapError, OtherCallsError, RequestError, TooLargeError
+from layertap.models.errors import Fault, InputError, LayertapError, OtherForwardError, RequestError, TooLargeError
 from layertap.models.inputs.generation import FEW_STEPS, GENERATE, make_rows
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec, read_mask
 from layertap.models.plan.plan import Plan
@@ -199,7 +199,7 @@ class JobMaker:
     ) -> Job:
         """The job of an input, the ``number``-th of its request."""
 
-        async def plan_again(other: OtherCallsError) -> Job:
+        async def plan_again(other: OtherForwardError) -> Job:
             again = await self._planner.replan(planned, part.rows, part.items, ticket.deadline, other)
             if (more := again.nbytes - planned.nbytes) > 0:
                 ticket.reserve_bytes(more)

@@ -94,9 +94,9 @@ class PlannedRequest:
         hooked = own_positions or request.verify or request.resume is not None or bool(request.input_options)
         compiled = None if hooked or self.shapes != model.shapes else find_compiled_plan(model.compiled, plan)
         single_row = plan.single_row and not unsplittable
-        anchors = plan.anchors if plan.has_graph else None
+        anchors = plan.anchors if plan.objective is not None else None
         key = self.handle.batch_keys.get(catalog, self.shapes, anchors, compiled, unsplittable, single_row)
-        if plan.has_graph and (needed := key.costs.row_bytes + plan.temporary_bytes) > key.max_bytes:
+        if anchors is not None and (needed := key.costs.row_bytes + plan.temporary_bytes) > key.max_bytes:
             raise TooLargeError(
                 f"a forward of one row that keeps its graph takes about {needed} bytes, the limit is {key.max_bytes}",
                 hint="ask for outputs, without gradients, or send a smaller input",

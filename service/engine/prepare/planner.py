@@ -13,7 +13,7 @@ from math import prod
 
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.generated import extend_catalog
-from layertap.models.errors import Fault, InputError, OtherCallsError, RequestError, escape
+from layertap.models.errors import Fault, InputError, OtherForwardError, RequestError, escape
 from layertap.models.inputs.generation import FEW_STEPS
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.lru_cache import LRUCache
@@ -146,7 +146,7 @@ class Planner:
         rows: Rows,
         items: Sequence[object],
         deadline: float,
-        other: OtherCallsError | None = None,
+        other: OtherForwardError | None = None,
     ) -> PlannedRequest:
         """The plan for decoded rows of some items, which differs if they have another shape, length or origin.
 

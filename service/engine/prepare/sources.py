@@ -107,7 +107,7 @@ def _check_shape(job: Job, source: Capture, taken: Job) -> None:
     if taken.prepared.catalog is job.prepared.catalog or not taken.prepared.catalog.sizes_known:
         return
     there, here = find_tensor(source.point, taken.prepared.catalog), source.info
-    there = there.with_heads() if there is not None and here.unfolds_heads else there
+    there = there.with_heads() if there is not None and here.heads_unfolded else there
     if there is None or there.shape != here.shape:
         shape = "nothing" if there is None else str(list(there.shape[1:]))
         name = escape(source.point.format_name())

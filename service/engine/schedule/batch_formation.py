@@ -137,12 +137,8 @@ def slice_rows(
     Yielding jobs get at most ``yielding_rows`` by weight, unless the batch would have a single row.
     """
     slices: list[RowSlice] = []
-    forward_bytes, free_rows, free_bytes, least = (
-        queue.key.costs.row_bytes,
-        rows,
-        queue.key.max_bytes,
-        MIN_PARALLEL_ROWS,
-    )
+    forward_bytes, free_bytes = queue.key.costs.row_bytes, queue.key.max_bytes
+    free_rows, least = rows, MIN_PARALLEL_ROWS
     for each in taken:
         free_rows -= each.rows
         free_bytes -= each.rows * (forward_bytes + each.job.prepared.row_bytes)

@@ -128,8 +128,8 @@ def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:
 
 
 def _estimate_seconds(job: Job) -> float:
-    plan = job.plan
-    return (BACKWARD_FACTOR if plan.has_graph else 1.0) * plan.cost * job.prepared.catalog.seconds * job.rows
+    seconds = job.plan.cost * job.prepared.catalog.seconds * job.rows
+    return seconds if job.plan.objective is None else BACKWARD_FACTOR * seconds
 
 
 def _list_warnings(job: Job) -> list[str]:

@@ -164,8 +164,8 @@ def _describe(model: LoadedModel) -> ModelInfo:
     inputs, text = model.model_inputs, model.text
     if isinstance(how := inputs.preprocess, (LibraryProcessor, SoundProcessor)):
         inputs = replace(inputs, preprocess=replace(how, **NOT_HERE))
-    elif isinstance(how, VideoProcessor) and isinstance(how.each, LibraryProcessor):
-        inputs = replace(inputs, preprocess=replace(how, each=replace(how.each, **NOT_HERE)))
+    elif isinstance(how, VideoProcessor) and isinstance(how.of_frame, LibraryProcessor):
+        inputs = replace(inputs, preprocess=replace(how, of_frame=replace(how.of_frame, **NOT_HERE)))
     if text is not None and text.encode is not None:
         large = () if _is_light(text) else ("encode", "encode_pair")
         elsewhere: Any = {name: refuse_here for name in (*large, "encode_chat", "decode") if getattr(text, name)}

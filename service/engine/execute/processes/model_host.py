@@ -32,8 +32,9 @@ OnRestart = Callable[[str, RestartReason], None]
 class ModelHost:
     """The process that has loaded a model, or only decodes for one, and starts workers.
 
-    ``workers``: the started workers, by pid, until they are ended. The methods block, so they belong in threads; any
-    thread may call them, but ``load`` not beside itself.
+    ``forker``: the connection to it, another one once it is loaded again; ``workers``: the started ones, by pid, until
+    they are ended. The methods block, so they belong in threads; any thread may call them, but ``load`` not beside
+    itself.
     """
 
     def __init__(self, options: HostOptions, on_restart: OnRestart) -> None:
@@ -42,7 +43,7 @@ class ModelHost:
         self.workers: dict[int, WorkerProcess] = {}
         self.name = options.spec.name
         self._options = options
-        self._forker: Forker | None = None
+        self.forker: Forker | None = None
         self._lock = threading.Lock()  # for whoever starts or ends the process
         self._closed = False
         self._identity: object = None  # of the model at its first load
@@ -51,7 +52,7 @@ class ModelHost:
     @property
     def has_ended(self) -> bool:
         """Whether the process is gone; does not block."""
-        return self._forker is None or self._forker.has_ended
+        return self.forker is None or self.forker.has_ended
 
     def load(self) -> ModelInfo | None:
         """Start the process, wait until it has loaded the model, if it has one to load, and start all workers.
@@ -74,16 +75,11 @@ class ModelHost:
                     raise LoadError(detail, kind="killed") from error
                 raise
 
-    @property
-    def forker(self) -> Forker | None:
-        """The connection to the process; another one once it is loaded again."""
-        return self._forker
-
     def start_worker(self, forker: Forker | None = None) -> WorkerProcess:
         """Start a worker of the process behind a ``forker``, or of the present one; LoadError if it can't."""
         if self._closed:
             raise LoadError(f"model {self.name} is unloaded")
-        forker, pid = forker or self._forker, -1
+        forker, pid = forker or self.forker, -1
         try:
             if forker is None:
                 raise EOFError("the host has ended")
@@ -107,7 +103,7 @@ class ModelHost:
 
     def end_worker(self, pid: int) -> int | None:
         """Kill a worker, unless it has ended; the exit status, None if unknown."""
-        forker = self._forker
+        forker = self.forker
         status = forker.end_process(pid) if forker is not None else None
         self.workers.pop(pid, None)
         return status
@@ -119,8 +115,8 @@ class ModelHost:
     def close(self) -> None:
         """End the workers, which nobody uses any more, and then the process; no worker starts from now on."""
         self._closed = True
-        if self._lock.locked() and self._forker is not None:  # nobody waits for this load any more
-            self._forker.kill()
+        if self._lock.locked() and self.forker is not None:  # nobody waits for this load any more
+            self.forker.kill()
         with self._lock:
             self._end()
 
@@ -130,13 +126,13 @@ class ModelHost:
         seconds = max(MIN_RELOAD_SECONDS, RELOAD_FACTOR * self._load_seconds) if again else LOAD_SECONDS
         with label_failures("killed"):
             if not self._closed:
-                self._forker = start_host(self._options)
-            if self._closed or self._forker is None:  # meanwhile: ``close`` found no process to end
+                self.forker = start_host(self._options)
+            if self._closed or self.forker is None:  # meanwhile: ``close`` found no process to end
                 raise LoadError(f"model {self.name} is unloaded")
         try:
-            answer = self._receive_model(self._forker.channel, started + seconds)
+            answer = self._receive_model(self.forker.channel, started + seconds)
         except EOFError:
-            status = self._forker.close()
+            status = self.forker.close()
             cause = find_cause(status, oom_kills)
             detail = f"the process that loads it has ended (status {status})"
             if cause == "memory":
@@ -176,9 +172,9 @@ class ModelHost:
         for worker in list(self.workers.values()):  # also one that started while the server began to shut down
             worker.channel.close()
             self.end_worker(worker.pid)
-        if self._forker is not None:
-            self._forker.close()
-        self._forker = None
+        if self.forker is not None:
+            self.forker.close()
+        self.forker = None
 
 
 def _identify(info: ModelInfo | None) -> object:

@@ -32,13 +32,7 @@ from layertap.service.engine.execute.decode import try_to_decode
 from layertap.service.engine.execute.model_calls import ModelFunction, call_model
 from layertap.service.engine.execute.processes.channel import Channel, Data
 from layertap.service.engine.execute.processes.progress import NO_ITEM, Progress
-from layertap.service.engine.execute.processes.wire import (
-    NO_KEY,
-    FromWorker,
-    KnownSpecs,
-    SentBatch,
-    pack_result,
-)
+from layertap.service.engine.execute.processes.wire import NO_KEY, FromWorker, KnownSpecs, SentBatch, pack_result
 from layertap.service.engine.execute.threads import start_single_threaded
 from layertap.service.engine.prepared_request import PreparedRequest
 from layertap.service.engine.rows import Attempt, Rows, join_rows

@@ -29,12 +29,7 @@ class WorkerDecoder(Decoder):
     max_items = MAX_DECODE_ITEMS
 
     def __init__(
-        self,
-        workers: WorkerPool,
-        settings: Settings,
-        threads: int,
-        known: ModelInputs,
-        kinds: tuple[type, ...],
+        self, workers: WorkerPool, settings: Settings, threads: int, known: ModelInputs, kinds: tuple[type, ...]
     ) -> None:
         super().__init__(settings, threads)
         self.workers: WorkerPool = workers
