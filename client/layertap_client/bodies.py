@@ -68,6 +68,18 @@ class ExplainOptions(CallOptions, total=False):
     rule: Literal["vit-explain", "pytorch-grad-cam"]
 
 
+class CompareOptions(CallOptions, total=False):
+    """What may be said of a comparison."""
+
+    measures: str | Sequence[str]
+    pool: str
+    normalize: bool
+    prompt: str | None
+    truncate: Literal["none", "start", "end"] | None
+    dtype: Literal["float32", "float16", "int8"]
+    interventions: Sequence[Mapping[str, Any]]
+
+
 class SweepOptions(CallOptions, total=False):
     """What may be said of a sweep: what is tried one by one, and the numbers of its operation."""
 
