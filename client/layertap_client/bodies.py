@@ -51,6 +51,12 @@ class ExtractOptions(CallOptions, total=False):
     generate: Mapping[str, Any] | None
 
 
+class CompareOptions(ExtractOptions, total=False):
+    """What may be said of a comparison; the server refuses ``verify``, ``resume``, ``probe`` and ``generate``."""
+
+    measures: str | Sequence[str]
+
+
 class ExplainOptions(CallOptions, total=False):
     """What may be said of an explanation."""
 
@@ -66,18 +72,6 @@ class ExplainOptions(CallOptions, total=False):
     stride: int
     baseline: float | Literal["blur"] | Mapping[str, int]
     rule: Literal["vit-explain", "pytorch-grad-cam"]
-
-
-class CompareOptions(CallOptions, total=False):
-    """What may be said of a comparison."""
-
-    measures: str | Sequence[str]
-    pool: str
-    normalize: bool
-    prompt: str | None
-    truncate: Literal["none", "start", "end"] | None
-    dtype: Literal["float32", "float16", "int8"]
-    interventions: Sequence[Mapping[str, Any]]
 
 
 class SweepOptions(CallOptions, total=False):

@@ -83,7 +83,7 @@ class Result(Mapping[str, Array]):
         return f"{', '.join(head)}\n{align([HEADERS, *rows])}"
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@dataclass(frozen=True, eq=False)
 class Comparison(Mapping[str, Array]):
     """Tables by measure, float64: a row for each of ``layers``, a column for each of ``other_layers``; NaN for null.
 
@@ -104,10 +104,10 @@ class Comparison(Mapping[str, Array]):
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Comparison:
         """A comparison as ``POST /compare`` replies it."""
-        texts = {name: str(document[name]) for name in ("model", "other_model", "fingerprint")}
-        lists = {name: tuple(document[name]) for name in ("layers", "other_layers", "fingerprints")}
+        found: dict[str, Any] = {name: document[name] for name in ("model", "other_model", "rows", "fingerprint")}
+        found |= {name: tuple(document[name]) for name in ("layers", "other_layers", "fingerprints")}
         measures = {name: np.array(table, np.float64) for name, table in document["measures"].items()}
-        return cls(measures, rows=int(document["rows"]), warnings=tuple(document.get("warnings", ())), **texts, **lists)
+        return cls(measures, **found, warnings=tuple(document.get("warnings", ())))
 
     def __getitem__(self, name: str) -> Array:
         return self.measures[name]
@@ -117,11 +117,6 @@ class Comparison(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self.measures)
-
-    def __repr__(self) -> str:
-        sides = f"{len(self.layers)} layers of {self.model} and {len(self.other_layers)} of {self.other_model}"
-        head = [f"{sides} by {self.rows} inputs", f"fingerprint {self.fingerprint}", *self.warnings]
-        return f"{', '.join(head)}\n{', '.join(self.measures)}"
 
 
 def read_result(reply: Reply) -> Result:

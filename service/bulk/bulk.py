@@ -36,7 +36,7 @@ from layertap.service.bulk.parts import (
     read_state,
 )
 from layertap.service.bulk.pipeline import answer_batches, write_rows
-from layertap.service.bulk.reductions import HSIC, MAX_COVARIANCE, REDUCTIONS, UNMERGEABLE, Reducer
+from layertap.service.bulk.reductions import CKA, HSIC, MAX_COVARIANCE, REDUCTIONS, UNMERGEABLE, Reducer
 from layertap.service.bulk.sources import ALL_DEFAULT, Columns, Source
 from layertap.service.formats.numpy_files import encode_arrays
 
@@ -265,8 +265,8 @@ def _finish(job: Job, manifest: Manifest, reducer: Reducer | None) -> None:
     """Write the final output from the parts."""
     if reducer is not None:
         arrays = reducer.finish()
-        names = manifest.outline.receipts.get(HSIC, {})
-        arrays |= {key: np.array(names[key]) for key in ("cka_layers", "cka_models", "cka_fingerprints") if names}
+        compared = manifest.outline.receipts.get(HSIC, {})
+        arrays |= {name: np.array(each) for name, each in compared.items() if name.startswith(CKA)}
         strongest = {key: array for key, array in arrays.items() if key.endswith(TOP_INPUTS)}
         names = name_inputs(chain.from_iterable(array.flat for array in strongest.values()), list_parts(job.folder))
         for key, array in strongest.items():

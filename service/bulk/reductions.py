@@ -165,7 +165,8 @@ def _finish_covariance(states: States) -> dict[str, Array]:
 def _find_cka(similar: Numbers) -> Numbers:
     """CKA of all pairs of layers by their HSIC, (layers, layers), or anything proportional to it."""
     lengths = np.sqrt(similar.diagonal())
-    return similar / np.outer(lengths, lengths)
+    table: Numbers = similar / np.outer(lengths, lengths)
+    return table
 
 
 def _add_hsic(state: State, columns: Mapping[str, Array], batch: Batch) -> State:
