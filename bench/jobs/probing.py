@@ -48,8 +48,7 @@ def choose_units(value: Array) -> Array:
 
 def cka_by_request(lab: Lab) -> Arrays:
     other = {"model": "vit", "layers": DEPTHS, "pool": "mean"}
-    fields = {"model": "resnet18", "layers": STAGES, "pool": "mean", "with": other}
-    return {"cka": np.array(lab.client.post("/compare", lab.pictures[:32], fields).read_json()["measures"]["cka"])}
+    return {"cka": lab.client.compare(lab.pictures[:32], STAGES, other, model="resnet18", pool="mean")["cka"]}
 
 
 def cka_by_script(lab: Lab) -> Arrays:

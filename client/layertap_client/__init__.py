@@ -22,7 +22,7 @@ from layertap_client.exchange import RetryPolicy
 from layertap_client.extractor import Activations, RemoteExtractor, hooks
 from layertap_client.messages import Reply
 from layertap_client.models import Layer, Layers, Model, Models
-from layertap_client.results import Result
+from layertap_client.results import Comparison, Result
 from layertap_client.streams import AsyncEmbeddingStream, Embeddings, EmbeddingStream
 
 __version__ = "0.1.0"
@@ -32,6 +32,7 @@ __all__ = [
     "AsyncEmbeddingStream",
     "BadReplyError",
     "Client",
+    "Comparison",
     "ConnectionFailedError",
     "DeadlineError",
     "Embedded",

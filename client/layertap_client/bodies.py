@@ -51,6 +51,12 @@ class ExtractOptions(CallOptions, total=False):
     generate: Mapping[str, Any] | None
 
 
+class CompareOptions(ExtractOptions, total=False):
+    """What may be said of a comparison; the server refuses ``verify``, ``resume``, ``probe`` and ``generate``."""
+
+    measures: str | Sequence[str]
+
+
 class ExplainOptions(CallOptions, total=False):
     """What may be said of an explanation."""
 

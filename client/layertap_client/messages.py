@@ -16,7 +16,7 @@ T = TypeVar("T")
 class Request:
     """A request as it is sent; it may be sent again."""
 
-    method: Literal["GET", "POST"]
+    method: Literal["GET", "POST", "PUT"]
     path: str
     params: Sequence[tuple[str, str]] = ()
     headers: Mapping[str, str] = field(default_factory=dict)

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any, TypeAlias, TypeVar, Unpack
 from urllib.parse import quote
 
-from layertap_client.bodies import JSON, SAFETENSORS, ExplainOptions, ExtractOptions, SweepOptions, build_request
+from layertap_client.arrays import to_array, write_safetensors
+from layertap_client.bodies import (
+    JSON,
+    SAFETENSORS,
+    CompareOptions,
+    ExplainOptions,
+    ExtractOptions,
+    SweepOptions,
+    build_request,
+)
 from layertap_client.errors import BadReplyError
 from layertap_client.exchange import Session
 from layertap_client.inputs import Inputs
 from layertap_client.messages import Compute, Reply, Request, Steps
 from layertap_client.models import Layers, Model, Models
-from layertap_client.results import Result, read_result
+from layertap_client.results import Comparison, Result, read_result
 
 OTHER_JSON = "the reply is JSON, but not what a layertap sends: is the address right?"
 LIMITS = {"deadline_s", "max_inputs", "max_queue_rows", "max_body_bytes"}  # of those that a server has: needed here
@@ -75,6 +85,50 @@ def optimise(session: Session, /, inputs: Inputs, steps: int, learning_rate: flo
     """
     fields = {**options, "steps": steps, "learning_rate": learning_rate}
     return (yield from _compute(session, "/optimise", inputs, fields))
+
+
+def compare(
+    session: Session,
+    /,
+    inputs: Inputs,
+    layers: LayerSpecs | None = None,
+    other: Mapping[str, Any] | None = None,
+    **options: Unpack[CompareOptions],
+) -> Steps[Comparison]:
+    """How alike layers place the same inputs: tables by measure, (layers, other layers).
+
+    ``other``: the layers that they are compared to, the body's ``with``: ``{"model": …, "layers": […], "pool": …}``;
+    without it each other. ``measures``: "cka" (the default), "rsa", "procrustes", "gram", "hsic", or a list of some.
+    ``inputs`` and ``layers`` as of ``extract``; ``options``: those of ``CompareOptions``. LayertapError.
+    """
+    fields: dict[str, Any] = {**options, "layers": list_layers(layers), "with": other}
+    timeout = fields.pop("timeout", None)
+    return _read((yield from post(session, "/compare", inputs, fields, timeout=timeout)), Comparison.read)
+
+
+def put_projection(
+    session: Session, /, weight: Any, bias: Any = None, threshold: Any = None, *, timeout: float | None = None
+) -> Steps[str]:
+    """Send a linear map of channels, [K, C], once; the digest that names it in ``project``, for as long as it is kept.
+
+    ``bias``, ``threshold``: [K]. All are arrays of numpy, torch …; a step like ``{"name": digest, "top_k": 16}`` may
+    say more. LayertapError.
+    """
+    tensors = {"weight": weight, "bias": bias, "threshold": threshold}
+
+    def build() -> Request:
+        data = write_safetensors({name: to_array(each) for name, each in tensors.items() if each is not None})
+        path = f"/projections/sha256-{sha256(data).hexdigest()}"
+        return Request("PUT", path, (), {"Accept": JSON, "Content-Type": SAFETENSORS}, data)
+
+    request: Request = yield Compute(build)
+    yield from session.exchange(request, timeout)
+    return request.path.rpartition("/")[2]
+
+
+def projections(session: Session, /) -> Steps[dict[str, int]]:
+    """The bytes of each projection that the server keeps, by its digest; for administrators."""
+    return _read((yield from get(session, "/projections")), dict)
 
 
 def dry_run(

@@ -83,6 +83,42 @@ class Result(Mapping[str, Array]):
         return f"{', '.join(head)}\n{align([HEADERS, *rows])}"
 
 
+@dataclass(frozen=True, eq=False)
+class Comparison(Mapping[str, Array]):
+    """Tables by measure, float64: a row for each of ``layers``, a column for each of ``other_layers``; NaN for null.
+
+    "gram" has a matrix (inputs, inputs) for each of both, "hsic" a row and a column for each of both. ``fingerprints``
+    are those of the features of both sides, ``fingerprint`` is that of the whole.
+    """
+
+    measures: Mapping[str, Array]
+    model: str
+    other_model: str
+    layers: tuple[str, ...]
+    other_layers: tuple[str, ...]
+    rows: int
+    fingerprint: str
+    fingerprints: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Comparison:
+        """A comparison as ``POST /compare`` replies it."""
+        found: dict[str, Any] = {name: document[name] for name in ("model", "other_model", "rows", "fingerprint")}
+        found |= {name: tuple(document[name]) for name in ("layers", "other_layers", "fingerprints")}
+        measures = {name: np.array(table, np.float64) for name, table in document["measures"].items()}
+        return cls(measures, **found, warnings=tuple(document.get("warnings", ())))
+
+    def __getitem__(self, name: str) -> Array:
+        return self.measures[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.measures)
+
+    def __len__(self) -> int:
+        return len(self.measures)
+
+
 def read_result(reply: Reply) -> Result:
     """The result that a good reply in safetensors holds; BadReplyError."""
     media_type = reply.headers.get("content-type", "")

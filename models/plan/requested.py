@@ -40,7 +40,7 @@ Method = Literal[
     "gradient_rollout",
     "relevance",
 ]
-Measure = Literal["cka", "rsa", "procrustes", "gram"]
+Measure = Literal["cka", "rsa", "procrustes", "gram", "hsic"]
 Baseline = float | Literal["blur", "input"]  # one value everywhere, the blurred picture, or an input of the request
 StepRule = Literal["sgd", "adam", "sign", "scaled"]
 Rule = Literal["vit-explain", "pytorch-grad-cam"]  # the library whose arithmetic is used instead of the paper's

@@ -36,7 +36,7 @@ from layertap.service.bulk.parts import (
     read_state,
 )
 from layertap.service.bulk.pipeline import answer_batches, write_rows
-from layertap.service.bulk.reductions import MAX_COVARIANCE, REDUCTIONS, Reducer
+from layertap.service.bulk.reductions import CKA, HSIC, MAX_COVARIANCE, REDUCTIONS, UNMERGEABLE, Reducer
 from layertap.service.bulk.sources import ALL_DEFAULT, Columns, Source
 from layertap.service.formats.numpy_files import encode_arrays
 
@@ -73,6 +73,8 @@ class Job:
         names: tuple[str, ...] = (),
     ) -> Job:
         """A job whose ``out`` is a file if its name ends in ``.parquet``, and else a folder; LayertapError."""
+        if question.other and not question.compares:
+            raise LayertapError("--compare and --compare-layers are for --reduce cka", hint="leave them out")
         if question.reduce:
             _check_reductions(question, out, layout, names)
             return cls(question, source, out, None, REDUCED, columns, names)
@@ -110,17 +112,22 @@ class Job:
 
 def _check_reductions(question: Question, out: Path, layout: str | None, names: Sequence[str]) -> None:
     """LayertapError if a reduction is unknown or named twice, or other options do not fit reductions."""
+    if unmergeable := [name for name in question.reduce if name in UNMERGEABLE]:
+        detail = f"{unmergeable[0]} of all inputs can't be made of its values for blocks of them"
+        hint = "send some hundred inputs to POST /compare, or write vectors, without --reduce, and compute it of these"
+        raise LayertapError(detail, hint=hint)
     if unknown := [name for name in question.reduce if name not in REDUCTIONS]:
         raise LayertapError(f"there is no reduction {escape(unknown[0])}", hint=f"one of: {', '.join(REDUCTIONS)}")
     if len(set(question.reduce)) < len(question.reduce):
         raise LayertapError("a reduction is named twice", hint="name each once")
     if not question.layers:
         raise LayertapError("reductions are of layers", hint="add --layers")
-    if question.pool or question.normalize or layout or names:
-        raise LayertapError(
-            "--reduce takes no --pool, --normalize, --format or --as: reductions are of all values, by channel",
-            hint="leave them out",
-        )
+    if question.compares and len(question.reduce) > 1:
+        raise LayertapError("cka is of layers, other reductions are of channels", hint="make them in two jobs")
+    if layout or names or ((question.pool or question.normalize) and not question.compares):
+        reason = "--pool, --normalize, --format or --as: reductions are of all values, by channel"
+        unfit = "--format or --as: it writes no vectors" if question.compares else reason
+        raise LayertapError(f"--reduce takes no {unfit}", hint="leave them out")
     if out.suffix:
         raise LayertapError("reductions are written to a folder", hint=f"write --out {out.with_suffix('')}")
 
@@ -209,7 +216,9 @@ async def _go_on(
         if job.find_begun() != begun:
             raise LayertapError(f"another process has written to {job.folder}", hint="enter the command again")
         if begun is None:
-            most = extractor.max_rows * (TEXT_REQUESTS if job.question.texts else 1)
+            # Texts of like length would be a block of their own: a comparison has them in their order.
+            several = job.question.texts and not job.question.compares
+            most = extractor.max_rows * (TEXT_REQUESTS if several else 1)
             rows = max(1, min(most, TARGET_BYTES // max(outline.row_bytes, 1)))
             begun = Manifest(job.describe(), outline, BatchLimits(rows, extractor.max_batch_bytes))
             begun.save(job.folder)
@@ -256,6 +265,8 @@ def _finish(job: Job, manifest: Manifest, reducer: Reducer | None) -> None:
     """Write the final output from the parts."""
     if reducer is not None:
         arrays = reducer.finish()
+        compared = manifest.outline.receipts.get(HSIC, {})
+        arrays |= {name: np.array(each) for name, each in compared.items() if name.startswith(CKA)}
         strongest = {key: array for key, array in arrays.items() if key.endswith(TOP_INPUTS)}
         names = name_inputs(chain.from_iterable(array.flat for array in strongest.values()), list_parts(job.folder))
         for key, array in strongest.items():

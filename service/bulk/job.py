@@ -12,10 +12,11 @@ import numpy as np
 
 from layertap.models.errors import Fault, LayertapError, RequestError
 from layertap.models.spec import Truncate
-from layertap.service.bulk.reductions import make_entry
+from layertap.service.bulk.reductions import CKA, HSIC, make_entry
 from layertap.service.bulk.sources import Entry
 from layertap.service.features import Array
 from layertap_client.errors import Fault as ClientFault
+from layertap_client.results import Comparison
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Question:
     ``layers``: selectors, or the JSON of objects.
 
     ``reduce``: the reductions to write instead of vectors; ``top``: how many inputs to keep for each channel.
+    ``other``: the JSON of the field ``with`` of a comparison, if it has one.
     ``texts``: inputs are texts, not pictures; ``prompt``: the name of a prompt in the model's folder, put before each
     text; ``truncate``: which end of a long text is cut.
     """
@@ -38,12 +40,25 @@ class Question:
     texts: bool = False
     reduce: tuple[str, ...] = ()
     top: int = 0
+    other: str = ""
+
+    @property
+    def compares(self) -> bool:
+        """Whether layers are compared: an answer is one table of all inputs, a block."""
+        return CKA in self.reduce
+
+    @property
+    def comparison(self) -> dict[str, Any]:
+        """The fields of a comparison beside those of an extraction."""
+        return {"measures": HSIC, "other": json.loads(self.other) if self.other else None}
 
     @property
     def entries(self) -> list[Any]:
         """The ``layers`` field of a request."""
         entries = [json.loads(layer) if layer.startswith("{") else layer for layer in self.layers]
-        return [make_entry(entry, self.reduce) for entry in entries] if self.reduce else entries
+        if not self.reduce or self.compares:
+            return entries
+        return [make_entry(entry, self.reduce) for entry in entries]
 
     def describe(self) -> dict[str, Any]:
         """The question as plain data."""
@@ -106,6 +121,19 @@ class Outline:
             columns[name] = Column(array.shape[1 + by_token :], array.dtype.name, name, by_token)
         return cls(model, fingerprint, columns, receipts)
 
+    @classmethod
+    def of_comparison(cls, found: Comparison) -> Outline:
+        """From a comparison of some inputs: one result, a table of all layers, for each input that of its block."""
+        count = len(found[HSIC])  # without other layers there are the layers once
+        first, second = len(found.layers), len(found.other_layers)
+        receipt = {
+            "stats": [HSIC],
+            "cka_layers": [*found.layers, *found.other_layers][:count],
+            "cka_models": ([found.model] * first + [found.other_model] * second)[:count],
+            "cka_fingerprints": np.repeat(found.fingerprints, (first, second))[:count].tolist(),
+        }
+        return cls(found.model, found.fingerprint, {HSIC: Column((count, count, 1), "float64", HSIC)}, {HSIC: receipt})
+
     def rename(self, names: Sequence[str]) -> Outline:
         """With other names of the columns, in their order; LayertapError unless there is one for each."""
         if names and len(names) != len(self.columns):
@@ -166,6 +194,12 @@ class Answer:
         }
         return cls(fingerprint, cut, list_reasons(faults))
 
+    @classmethod
+    def of_comparison(cls, found: Comparison) -> Answer:
+        """From a comparison of a block: each input has the block's table, so that blocks count by their inputs."""
+        table = found[HSIC][..., None]
+        return cls(found.fingerprint, {HSIC: np.broadcast_to(table, (found.rows, *table.shape))}, {})
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -210,6 +244,7 @@ class Extractor(Protocol):
     async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
         """The answer to a batch of entries with bytes; errors that name an input are part of it.
 
+        A comparison of inputs of which some have errors has these errors only, and no arrays.
         RequestError, TooLargeError: a smaller batch may succeed. Any other LayertapError ends the job.
         """
 

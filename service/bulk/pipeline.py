@@ -12,10 +12,12 @@ from contextlib import aclosing
 from layertap.models.errors import RequestError, TooLargeError
 from layertap.service.bulk.job import Answer, Extractor, Outline, Question, Rows, join_answers, make_rows
 from layertap.service.bulk.parts import PartWriter
+from layertap.service.bulk.reductions import MIN_BLOCK
 from layertap.service.bulk.sources import Entry
 
 PART_BYTES = 64 * 2**20
 PART_S = 30.0  # between two parts, lost if killed; longer if a state of more than PART_BYTES is written with each
+TOO_FEW = f"is in a block of fewer than {MIN_BLOCK} inputs that can be compared"
 
 OnRows = Callable[[Rows], None]
 
@@ -80,8 +82,15 @@ async def _extract_sorted(
 
 async def _extract(extractor: Extractor, question: Question, entries: Sequence[Entry], outline: Outline) -> Answer:
     """The answer to entries. If it fails, each half is tried, until a failing entry is alone."""
+    if question.compares and len(entries) < MIN_BLOCK:
+        return Answer("", {}, dict.fromkeys(range(len(entries)), TOO_FEW))
     try:
         answer = await extractor.extract(question, entries)
+        if question.compares and answer.errors:
+            good = [index for index in range(len(entries)) if index not in answer.errors]
+            rest = await _extract(extractor, question, [entries[index] for index in good], outline)
+            bad = Answer("", {}, dict(enumerate(answer.errors.values())))
+            return join_answers([rest, bad], [good, list(answer.errors)])
         reason = outline.find_misfit(answer.arrays) if answer.arrays else ""
         if not reason:
             return answer

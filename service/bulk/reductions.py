@@ -20,6 +20,9 @@ from layertap.service.features import Array
 MAX_COVARIANCE = 10_000  # channels of all layers together: 800 MB
 BLOCK_ROWS = 256  # of a covariance that are updated at once
 ALL_LAYERS = ""  # stands for a layer's name
+CKA, HSIC = "cka", "hsic"  # a reduction, and the measure of a comparison that it sums
+MIN_BLOCK = 4  # inputs that HSIC needs
+UNMERGEABLE = ("rsa", "procrustes", "gram")  # measures of whose values for blocks none for all inputs can be made
 Numbers = NDArray[np.float64]
 State = dict[str, Any]  # arrays
 States = dict[str, State]
@@ -155,9 +158,27 @@ def _finish_covariance(states: States) -> dict[str, Array]:
             spans[layer] = slice(start, start + len(state["mean"]))
             start = spans[layer].stop
     similar = np.array([[(products[a, b] ** 2).sum() for b in spans.values()] for a in spans.values()])
-    lengths = np.sqrt(similar.diagonal())
     covariances = {f"{layer}.covariance": products[span, span] / rows for layer, span in spans.items()}
-    return {**covariances, "cka": similar / np.outer(lengths, lengths), "cka_layers": np.array(list(spans))}
+    return {**covariances, "cka": _find_cka(similar), "cka_layers": np.array(list(spans))}
+
+
+def _find_cka(similar: Numbers) -> Numbers:
+    """CKA of all pairs of layers by their HSIC, (layers, layers), or anything proportional to it."""
+    lengths = np.sqrt(similar.diagonal())
+    table: Numbers = similar / np.outer(lengths, lengths)
+    return table
+
+
+def _add_hsic(state: State, columns: Mapping[str, Array], batch: Batch) -> State:
+    """Each input has the table of its block: blocks count by their inputs."""
+    added = {"sum": columns[HSIC].sum(0), "rows": np.array([len(columns[HSIC])])}
+    return {name: state[name] + array for name, array in added.items()} if state else added
+
+
+def _finish_hsic(states: States) -> dict[str, Array]:
+    """Unbiased HSIC of all pairs of layers, a mean over blocks; minibatch CKA by it."""
+    total, rows = states[HSIC]["sum"], states[HSIC]["rows"]
+    return {"cka": _find_cka(total), "hsic": total / rows, "cka_rows": rows[0]}
 
 
 REDUCTIONS = {
@@ -167,6 +188,7 @@ REDUCTIONS = {
     "top": Reduction(("max", "argmax"), _add_by_layer(_add_top), _finish_by_layer(dict)),
     "histogram": Reduction(("histogram",), _add_by_layer(_add_histogram), _finish_histogram),
     "covariance": Reduction(("mean",), _add_covariance, _finish_covariance),
+    CKA: Reduction((HSIC,), _add_by_layer(_add_hsic), _finish_hsic),
 }
 
 

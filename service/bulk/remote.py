@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
@@ -14,6 +14,7 @@ import layertap_client as lt
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
 from layertap.service.bulk.job import Answer, Extractor, Outline, Question, list_reasons
 from layertap.service.bulk.manifest import check_same_model
+from layertap.service.bulk.reductions import MIN_BLOCK
 from layertap.service.bulk.sources import Entry
 from layertap.service.clients import convert_error, convert_errors
 from layertap_client.exchange import MAX_TIMEOUT_S
@@ -68,7 +69,8 @@ class RemoteExtractor(Extractor):
         data = [entry.data or b"" for entry in entries]
         try:
             inputs = [{"text": each.decode()} for each in data] if question.texts else data
-            result = await self._ask(question, inputs, on_error="skip", isolated=True, priority="bulk")
+            options = {} if question.compares else {"on_error": "skip"}
+            result = await self._ask(question, inputs, isolated=True, priority="bulk", **options)
             if self._outline is not None and result.fingerprint != self._outline.fingerprint:
                 # The server's model has changed, or pictures of other shapes have another fingerprint.
                 check_same_model(self._outline, await self._ask_outline(question))
@@ -83,34 +85,43 @@ class RemoteExtractor(Extractor):
             raise TooLargeError(error.detail) from error
         except lt.InvalidRequestError as error:
             errors = list_reasons(error.faults)
-            if len(errors) == len(entries):
+            if len(errors) == len(entries) or (errors and question.compares):
                 return Answer("", {}, errors)
             raise RequestError(f"{self._url}: {error.detail}", hint=error.hint) from error  # it may name only some
         except lt.LayertapError as error:
             raise convert_error(error, self._url, LATER) from error
         self._waiting = False
+        if isinstance(result, lt.Comparison):
+            return Answer.of_comparison(result)
         return Answer.of(result.fingerprint, result.arrays, result.receipts, result.errors)
 
     async def close(self) -> None:
         """Close all connections."""
         await self._client.aclose()
 
-    async def _ask(self, question: Question, inputs: Sequence[Any], **options: Any) -> lt.Result:
+    async def _ask(self, question: Question, inputs: Sequence[Any], **options: Any) -> lt.Result | lt.Comparison:
         """The result of a request; raises the client's errors."""
         asked = {name: getattr(question, name) for name in ("model", "pool", "normalize", "prompt", "truncate")}
         options |= {name: value for name, value in asked.items() if value}
+        ask: Callable[..., Awaitable[lt.Result | lt.Comparison]] = self._client.extract
+        if question.compares:
+            ask, options = self._client.compare, options | question.comparison
         attempts = ALONE_ATTEMPTS if len(inputs) == 1 else 1
         while True:
             attempts -= 1
             try:
-                return await self._client.extract(inputs, question.entries or None, **options)
+                return await ask(inputs, question.entries or None, **options)
             except lt.DeadlineError:
                 if not attempts:
                     raise
 
     async def _ask_outline(self, question: Question) -> Outline:
         inputs: list[Any] = [{"text": "a"}] if question.texts else [await self._make_example(question.model)]
-        result = await self._ask(question, inputs, probe=True)
+        if question.compares:
+            inputs *= MIN_BLOCK
+        result = await self._ask(question, inputs, **({} if question.compares else {"probe": True}))
+        if isinstance(result, lt.Comparison):
+            return Outline.of_comparison(result)
         return Outline.of(result.model, result.fingerprint, result, result.receipts)
 
     async def _make_example(self, name: str | None) -> Any:

@@ -49,8 +49,15 @@ def bulk(
     keep: Annotated[str, typer.Option(help="Other columns of the source to keep beside the results: id,text.")] = "",
     names: Annotated[str, typer.Option("--as", help="What to call the results' columns, in their order.")] = "",
     reduce: Annotated[
-        str, typer.Option(help="Keep no vectors but, by channel, some of: stats, top, histogram, covariance.")
+        str, typer.Option(help="Keep no vectors but, by channel, some of: stats, top, histogram, covariance; or cka.")
     ] = "",
+    compare: Annotated[
+        str | None, typer.Option(help="For the reduction 'cka': the model of --compare-layers; the same without.")
+    ] = None,
+    compare_layers: Annotated[
+        str, typer.Option(help="For 'cka': the layers that --layers are compared to; each other without.")
+    ] = "",
+    compare_pool: Annotated[Pool | None, typer.Option(help="What makes vectors of --compare-layers.")] = None,
     top: Annotated[int, typer.Option(min=1, max=1000, help="How many inputs 'top' keeps of each channel.")] = 9,
     atlas: Annotated[
         bool,
@@ -94,7 +101,10 @@ def bulk(
     if atlas and ("top" not in reductions or opened.texts):
         raise LayertapError("an atlas is of pictures, and of the reduction 'top'", hint="add top to --reduce")
     kept = top if "top" in reductions else 0
-    question = Question(model, _split_layers(layers), pool, normalize, prompt, truncate, opened.texts, reductions, kept)
+    other = _write_other(compare, compare_layers, compare_pool)
+    question = Question(
+        model, _split_layers(layers), pool, normalize, prompt, truncate, opened.texts, reductions, kept, other
+    )
     job = Job.parse(question, source, out, layout, columns, _split(names))
     reporter, begun = _Reporter(), time.monotonic()
     try:
@@ -116,6 +126,17 @@ def bulk(
 
 def _split(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
+
+
+def _write_other(model: str | None, layers: str, pool: Pool | None) -> str:
+    """The JSON of the field ``with`` of a comparison; "" without such layers. LayertapError."""
+    if not layers:
+        if model or pool:
+            raise LayertapError("--compare and --compare-pool mean nothing without --compare-layers", hint="name some")
+        return ""
+    entries = [json.loads(entry) if entry.startswith("{") else entry for entry in _split_layers(layers)]
+    fields = {"model": model, "layers": entries, "pool": pool}
+    return json.dumps({name: value for name, value in fields.items() if value})
 
 
 def _split_layers(text: str) -> tuple[str, ...]:

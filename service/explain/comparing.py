@@ -30,10 +30,14 @@ Side = tuple[Features, dict[Measure, list[Numbers]]]  # features without arrays;
 
 @dataclass(frozen=True)
 class MeasureSpec:
-    """``describe``: what is kept of features, (inputs, numbers); ``compare``: the table of two sides by these."""
+    """``describe``: what is kept of features, (inputs, numbers); ``compare``: the table of two sides by these.
+
+    ``least``: how many inputs it needs.
+    """
 
     describe: Callable[[Numbers], Numbers]
     compare: Callable[[Sequence[Numbers], Sequence[Numbers]], Numbers | Sequence[Numbers]]
+    least: int = 2
 
 
 def _scale(values: Numbers, axis: int | None = None) -> Numbers:
@@ -61,9 +65,26 @@ def _describe_shape(features: Numbers) -> Numbers:
     return _scale(np.linalg.qr((features - features.mean(0)).T, mode="r").T)  # type: ignore[attr-defined]  # an array
 
 
+def _describe_unbiased(features: Numbers) -> Numbers:
+    """A Gram matrix without its diagonal, centred so that the dot product of two is their unbiased HSIC."""
+    rows = len(features)
+    centred = features - features.mean(0)  # changes nothing but rounding
+    products = centred @ centred.T
+    np.fill_diagonal(products, 0)
+    means = products.sum(0) / (rows - 2)
+    products -= means + means[:, None] - means.sum() / (rows - 1)
+    np.fill_diagonal(products, 0)
+    described: Numbers = products.ravel() / np.sqrt(rows * (rows - 3))
+    return described
+
+
 def _correlate(first: Sequence[Numbers], second: Sequence[Numbers]) -> Numbers:
     table: Numbers = np.array(first) @ np.array(second).T
     return table
+
+
+def _list_all(first: Sequence[Numbers], second: Sequence[Numbers]) -> Sequence[Numbers]:
+    return first if second is first else [*first, *second]
 
 
 def _find_distances(first: Sequence[Numbers], second: Sequence[Numbers]) -> Numbers:
@@ -77,9 +98,9 @@ MEASURES: Mapping[Measure, MeasureSpec] = {
     "cka": MeasureSpec(_describe_products, _correlate),
     "rsa": MeasureSpec(_describe_distances, _correlate),
     "procrustes": MeasureSpec(_describe_shape, _find_distances),
-    "gram": MeasureSpec(
-        lambda features: features @ features.T,
-        lambda first, second: first if second is first else [*first, *second],
+    "gram": MeasureSpec(lambda features: features @ features.T, _list_all),
+    "hsic": MeasureSpec(
+        _describe_unbiased, lambda first, second: _correlate(_list_all(first, second), _list_all(first, second)), 4
     ),
 }
 
@@ -114,13 +135,16 @@ async def compare(engine: Engine, request: ExtractRequest, sent: SentInputs, tic
 
 def _point_to_other(error: RequestError) -> RequestError:
     """The error of the other model's layers, by the fields that name these."""
-    faults = [replace(each, pointer=f"/with{each.pointer}") if each.pointer else each for each in error.faults]
+    faults = [
+        replace(each, pointer=f"/with{each.pointer}") if each.pointer and each.input is None else each
+        for each in error.faults
+    ]
     return RequestError.from_faults(faults) if faults else error
 
 
 def _check_size(measures: Sequence[Measure], rows: int, layers: Sequence[int], max_numbers: int) -> None:
     """TooLargeError for more pairs of layers than can be compared, or than a reply has numbers."""
-    pairs = layers[0] * layers[-1]
+    pairs = sum(layers) ** 2 if "hsic" in measures else layers[0] * layers[-1]
     numbers = sum(layers) * rows**2 if "gram" in measures else pairs
     if pairs * (rows**3 + PAIR_WORK) > MAX_WORK or max(numbers, pairs) > max_numbers:
         detail = f"the comparison of {pairs} pairs of layers by {rows} inputs is too large"
@@ -129,8 +153,9 @@ def _check_size(measures: Sequence[Measure], rows: int, layers: Sequence[int], m
 
 def _describe(features: Features, measures: Sequence[Measure]) -> Side:
     """What the measures need of each layer; RequestError for a layer without a row of one size for each input."""
-    if features.rows < 2:
-        raise RequestError("one input has nothing to be compared with", hint="send several")
+    for name in measures:
+        if features.rows < (least := MEASURES[name].least):
+            raise RequestError(f"{name} needs {least} inputs at least", hint="send more")
     kept: dict[Measure, list[Numbers]] = {name: [] for name in measures}
     for key, array in features.arrays.items():
         receipt = features.receipts[key]
@@ -156,6 +181,7 @@ def _make_reply(sides: Sequence[Side]) -> dict[str, Any]:
         "other_layers": list(others.receipts),
         "rows": features.rows,
         "fingerprint": fingerprint.digest_explanation(f"compare {list(kept)}", digests),
+        "fingerprints": [digests[0], digests[-1]],
         "measures": tables,
         **({"warnings": [*warnings]} if (warnings := dict.fromkeys([*features.warnings, *others.warnings])) else {}),
     }

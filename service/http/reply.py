@@ -100,11 +100,16 @@ def describe_features(features: Features) -> dict[str, str]:
     if features.verified:
         headers["X-Layertap-Verified"] = "true"
     if features.warnings:
-        warnings = "; ".join(features.warnings)
-        headers["X-Layertap-Warnings"] = warnings.encode("ascii", "replace").decode()  # a cut name ends in "…"
+        headers |= describe_warnings(features.warnings)
     if features.top_classes:
         headers["X-Layertap-Top-Classes"] = _format_top_classes(describe_top_classes(features)[0])
     return headers
+
+
+def describe_warnings(warnings: Sequence[str]) -> dict[str, str]:
+    """The header with the warnings, if any."""
+    text = "; ".join(warnings).encode("ascii", "replace").decode()  # a cut name ends in "…"
+    return {"X-Layertap-Warnings": text} if text else {}
 
 
 def _format_top_classes(classes: Sequence[Mapping[str, Any]]) -> str:

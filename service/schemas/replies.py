@@ -304,7 +304,8 @@ class ModelsReply(BaseModel):
 class ComparisonReply(BaseModel):
     """Tables by measure: a row for each of ``layers``, a column for each of ``other_layers``; null where it has none.
 
-    ``gram`` has a matrix of the inputs for each of both.
+    ``gram`` has a matrix of the inputs for each of both, ``hsic`` a row and a column for each of both.
+    ``fingerprints``: of the features of ``layers`` and of ``other_layers``.
     """
 
     model: str
@@ -313,6 +314,7 @@ class ComparisonReply(BaseModel):
     other_layers: list[str]
     rows: int
     fingerprint: str
+    fingerprints: list[str]
     measures: dict[Measure, Numbers]
     warnings: list[str] = []
 

@@ -286,3 +286,37 @@ def test_explain(client: Any, live: Live) -> None:
     expected = live.client.post("/explain?format=safetensors", json={**asked, "inputs": [image(PICTURE)]})
     result = client.explain(PICTURE, "grad_cam", layer="block2", objective={"class": 2})
     np.testing.assert_allclose(result["grad_cam"], load(expected.content)["grad_cam"], rtol=1e-4, atol=1e-6)
+
+
+def test_comparison(client: Any, live: Live) -> None:
+    """Tables are those of the JSON reply, NaN where it has null; fingerprints are those of both sides."""
+    other = {"model": "digits", "layers": ["head"]}
+    changed: list[Json] = [{"layer": "block1", "op": "zero"}]
+    options: Json = {"pool": "mean", "measures": ["cka", "hsic"], "interventions": changed}
+    found = client.compare([*BATCH, BATCH[0]], ["block1", "block3"], other, **options)
+    sent = [tensor(row) for row in (*BATCH, BATCH[0])]
+    body = {"inputs": sent, "layers": ["block1", "block3"], "with": other, **options}
+    wanted = live.client.post("/compare", json=body).json()
+    for name in ("cka", "hsic"):
+        assert found[name].dtype == np.float64
+        np.testing.assert_allclose(found[name], np.array(wanted["measures"][name], float), rtol=1e-4)
+    assert np.isnan(found["cka"][0]).all()
+    assert (found.model, found.other_model, found.rows) == ("digits", "digits", 4)
+    assert (found.layers, found.other_layers) == (("block1", "block3"), ("head",))
+    assert (found.fingerprint, list(found.fingerprints)) == (wanted["fingerprint"], wanted["fingerprints"])
+    assert client.extract([*BATCH], "head").fingerprint == found.fingerprints[1]
+    assert list(found) == ["cka", "hsic"]
+    with pytest.raises(InvalidRequestError, match="needs 2 inputs"):
+        client.compare([BATCH[0]], ["block1", "head"])
+
+
+def test_kept_projection(client: Any) -> None:
+    """A map that is sent once is named by the digest that sending it gives."""
+    weight, bias = torch.eye(4, 32, dtype=torch.float64), np.arange(4)
+    name = client.put_projection(weight, bias)
+    assert client.projections()[name] == 4 * (4 * 32 + 4)
+    found = client.extract([*BATCH], {"layer": "block2", "project": name, "pool": "mean"}).array
+    plain = client.extract([*BATCH], {"layer": "block2", "pool": "mean"}).array
+    np.testing.assert_allclose(found, plain[:, :4] + bias, rtol=1e-4, atol=1e-5)
+    with pytest.raises(InvalidRequestError, match="weight"):
+        client.put_projection(np.array([np.nan]))

@@ -85,6 +85,17 @@ def rsa(one: Array, other: Array) -> float:
     return float(spearmanr(pdist(one, "correlation"), pdist(other, "correlation")).statistic)
 
 
+def hsic(one: Array, other: Array) -> float:
+    """Nguyen et al. 2021, equation 3: the unbiased estimate of HSIC by Song et al. 2012, of linear kernels."""
+    count, ones = len(one), np.ones(len(one))
+    k, m = one @ one.T, other @ other.T
+    np.fill_diagonal(k, 0)
+    np.fill_diagonal(m, 0)
+    means = (ones @ k @ ones) * (ones @ m @ ones) / ((count - 1) * (count - 2))
+    total = np.trace(k @ m) + means - 2 / (count - 2) * (ones @ k @ m @ ones)
+    return float(total / (count * (count - 3)))
+
+
 def procrustes(one: Array, other: Array) -> float:
     """Ding et al. 2021: the squared distance after the best rotation, found by SVD, of representations of norm 1."""
     size = max(one.shape[1], other.shape[1])
@@ -115,6 +126,37 @@ def test_two_models(nets: Nets) -> None:
     narrow = {"layer": "layer1", "channels": [0, 1, 2], "pool": "mean"}  # three numbers for twelve inputs
     found = nets.compare(**{**RESNET, "layers": [narrow]}, measures=MEASURES, **{"with": VIT | {"pool": "cls"}})
     check(found, [first[0][:, :3]], hook(nets.vit, VIT["layers"], x, lambda value: value[:, 0]))
+
+
+@pytest.mark.parametrize("count", [4, 12])
+def test_unbiased(nets: Nets, count: int) -> None:
+    """HSIC of all layers, of both models in one table; of one model they are there once."""
+    sent: Json = {"inputs": [tensor(row) for row in IMAGES[:count]], "pool": "mean", "measures": "hsic"}
+    x = torch.from_numpy(IMAGES[:count])
+    first = hook(nets.resnet18, RESNET["layers"], x, lambda value: value.mean((2, 3)))
+    layers = [*first, *hook(nets.vit, VIT["layers"], x, lambda value: value[:, 0])]
+    both = nets.compare(**RESNET, **sent, **{"with": VIT | {"pool": "cls"}})
+    for table, of_all in ((both, layers), (nets.compare(**RESNET, **sent), first)):
+        wanted = np.array([[hsic(one, other) for other in of_all] for one in of_all])
+        scale = np.sqrt(np.outer(wanted.diagonal(), wanted.diagonal()))
+        np.testing.assert_allclose(table["measures"]["hsic"] / scale, wanted / scale, rtol=1e-5, atol=1e-5)
+
+
+def test_headers(nets: Nets) -> None:
+    """Fingerprints of both sides are those of their features; the whole has its own, and warnings are headers too."""
+    sent = [tensor(row) for row in IMAGES]
+    large = [{"layer": "layer1", "op": "scale", "by": 1e38}, {"layer": "layer1", "op": "scale", "by": 1e38}]
+    body: Json = {**RESNET, "pool": "mean", "inputs": sent, "interventions": large}
+    reply = nets.live.client.post("/compare", json={**body, "with": VIT})
+    sides = [nets.live.client.post("/extract", json=each) for each in (body, {**VIT, "inputs": sent})]
+    found = reply.json()
+    assert found["fingerprints"] == [side.headers["x-layertap-fingerprint"] for side in sides]
+    assert reply.headers["x-layertap-fingerprint"] == found["fingerprint"]
+    assert found["fingerprint"] not in found["fingerprints"]
+    assert reply.headers["x-layertap-warnings"] == sides[0].headers["x-layertap-warnings"]
+    alone = nets.live.client.post("/compare", json={**VIT, "inputs": sent})
+    assert alone.json()["fingerprints"] == [found["fingerprints"][1]] * 2
+    assert "x-layertap-warnings" not in alone.headers
 
 
 def test_one_model(nets: Nets) -> None:
@@ -171,8 +213,9 @@ def test_numbers_that_are_none(nets: Nets) -> None:
 
 SEVERAL: list[Json] = [{"tokens": each} for each in TEXTS]
 REFUSED: list[tuple[Json, int, str]] = [
-    ({"inputs": [tensor(IMAGES[0])]}, 422, "one input has nothing to be compared with"),
-    ({"measures": ["cca"]}, 422, "Input should be 'cka', 'rsa', 'procrustes', 'gram' or a list of some"),
+    ({"inputs": [tensor(IMAGES[0])]}, 422, "cka needs 2 inputs at least"),
+    ({"inputs": [tensor(row) for row in IMAGES[:3]], "measures": "hsic"}, 422, "hsic needs 4 inputs at least"),
+    ({"measures": ["cca"]}, 422, "Input should be 'cka', 'rsa', 'procrustes', 'gram', 'hsic' or a list of some"),
     ({"with": {"model": "vit", "layers": ["nowhere"]}}, 422, "there is no layer 'nowhere'"),
     ({"with": {"model": "vit", "layers": ["norm", "nowhere"]}}, 422, "'pointer': '/with/layers/1'"),
     ({"with": {"model": "nobody", "layers": ["norm"]}}, 404, "there is no model 'nobody'"),

@@ -22,7 +22,7 @@ from layertap.service.http.openapi import COMPUTED, describe_inputs
 from layertap.service.http.parsing import parse_request
 from layertap.service.http.problems import format_fault
 from layertap.service.http.receiving import make_envelope_reader, receive
-from layertap.service.http.reply import describe_skipped, encode_response
+from layertap.service.http.reply import describe_skipped, describe_warnings, encode_response
 from layertap.service.schemas.bodies import CompareBody, ExplainBody, ExtractBody
 from layertap.service.schemas.examples import COMPARE, EXPLAIN, EXTRACT
 from layertap.service.schemas.replies import ComparisonReply, DryRunReply, FeaturesReply
@@ -90,12 +90,14 @@ async def explain(exchange: ExchangeDependency) -> Response:
     openapi_extra=describe_inputs(CompareBody, COMPARE),
 )
 async def compare(exchange: ExchangeDependency) -> Response:
-    """Linear CKA, representational similarity, Procrustes distances and Gram matrices."""
+    """Linear CKA, representational similarity, Procrustes distances, Gram matrices and HSIC."""
     engine = exchange.engine
     (asked, sent), ticket = await receive(exchange, parse_compare, read_for_json)
     reply = await comparing.compare(engine, asked, sent, ticket)
     encode = partial(orjson.dumps, reply, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Response(await engine.run_in_thread(encode, ticket.deadline), media_type="application/json")
+    body = await engine.run_in_thread(encode, ticket.deadline)
+    headers = {"X-Layertap-Fingerprint": reply["fingerprint"]} | describe_warnings(reply.get("warnings", ()))
+    return Response(body, media_type="application/json", headers=headers)
 
 
 def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:
