@@ -140,9 +140,15 @@ def describe_layer(layer: Layer) -> Json:
 def _describe_calls(layer: Layer, site: Site, *, with_source: bool = False) -> list[Json]:
     """The tensors at a site in each call of a layer; ``with_source`` adds how each is observed."""
     return [
-        {"call": number, **_describe_tensor(tensor), **({"how": tensor.source} if with_source else {})}
+        {
+            "call": number,
+            "order": boundary.order,
+            **_describe_tensor(tensor),
+            **({"how": tensor.source} if with_source else {}),
+        }
         for number, call in enumerate(layer.calls)
-        for tensor in call.get_boundary(site).tensors
+        for boundary in (call.get_boundary(site),)
+        for tensor in boundary.tensors
     ]
 
 
@@ -152,6 +158,7 @@ def _describe_functions(layer: Layer) -> Json:
         {
             "call": number,
             "name": name,
+            "order": function.output.order,
             "outputs": [_describe_tensor(tensor) for tensor in function.output.tensors],
             "inputs": [_describe_tensor(tensor) for tensor in function.input.tensors],
         }

@@ -25,7 +25,7 @@ from layertap.service.features import Array, Features, Receipt, join_cuts
 BY_ROW = ("classes", "labels", "token_counts", "source_rates", "source_frames", "source_seconds")
 OTHERWISE = {"call": -1, "preprocessed": "mixed", "forward": "", "how": "", "space": ""}
 UNLIKE: dict[str, Any] = OTHERWISE | dict.fromkeys(
-    ("grid_size", "rows_per_forward", "seconds_per_step")
+    ("grid_size", "rows_per_forward", "seconds_per_step", "input_shapes")
 )  # if inputs differ
 OF_INPUT: dict[str, Any] = {"captured": (), "fingerprint": "", **UNLIKE, "truncated": None, **dict.fromkeys(BY_ROW)}
 # What inputs' results must have in common for one array to hold them: shape, dtype, axes and receipt without OF_INPUT.
