@@ -193,7 +193,7 @@ def test_sizes(sized: Live, model: str, layer: str, shapes: Any) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_known_sizes(serve: Serve, workers: int) -> None:
-    """Without its shape, an input has the only known one that fits; with several the answer says which to choose from."""
+    """An input without a shape has the only known one that fits; of several, the refusal says which there are."""
     with serve(configured(*NETS[-3:]), workers=workers) as live:
 
         def capture(model: str, layer: str, *shapes: tuple[int, ...]) -> tuple[Any, list[Array], list[Array]]:
@@ -223,7 +223,8 @@ def test_known_sizes(serve: Serve, workers: int) -> None:
         found = problem(resume(live, "segments", "first", sent[0][0]), 422)
         assert "for inputs of [3, 40, 20] and of [3, 39, 20]" in found["detail"]
         assert '"resume": {"layer": "first", "shape": [3, 39, 20]}' in found["hint"]
-        assert resume(live, "segments", json.loads(found["hint"].partition('"resume": ')[2].partition("; ")[0]), sent[0][0])
+        start = json.loads(found["hint"].partition('"resume": ')[2].partition("; ")[0])
+        assert arrays_of(resume(live, "segments", start, sent[0][0]))["."].shape == (1, 2, 39, 20)
         skipped = resume(live, "segments", "first", sent[0][0], sent[1][0], on_error="skip")
         assert [each["input"] for each in skipped.json()["errors"]] == [0]
         np.testing.assert_allclose(arrays_of(skipped)["."], wanted[1], rtol=1e-4, atol=1e-5)

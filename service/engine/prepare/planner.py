@@ -232,7 +232,7 @@ class Planner:
             tokens = rows[text.ids].shape[1 + text.axis]
             model_shapes = tuple((tokens,) for _ in planned.resumption.inputs)
         elif planned.resumption is not None:
-            model_shapes = find_input_shapes(planned)
+            model_shapes = find_input_shapes(planned, planned.resumption)
         if handle.model.catalogs.get_catalog(model_shapes) is None:
             await self._complete(planned, lengths, deadline)
         if request.resume is None:
@@ -240,7 +240,7 @@ class Planner:
             return replace(planned, catalog=catalog, catalog_shapes=shapes)
         resumption = await self._resume(request.resume, handle, model_shapes, deadline)
         if text is None and (resumption.takes.shape,) != shapes:
-            raise input_shape_error(planned, ())
+            raise input_shape_error(planned, planned.resumption or resumption)
         planned = replace(planned, resumption=resumption, preprocessed=find_resumed_by(resumption, handle.model))
         return replace(planned, catalog=resumption.catalog, catalog_shapes=shapes)
 

@@ -15,13 +15,11 @@ from layertap.service.engine.limits import show_shapes
 from layertap.service.engine.prepare.planned_request import PlannedRequest
 
 
-def find_input_shapes(planned: PlannedRequest) -> Shapes:
+def find_input_shapes(planned: PlannedRequest, resumption: Resumption) -> Shapes:
     """The shapes of the inputs whose forwards return rows as these, of those that the model has met lately.
 
     InputError if there is more or less than one, or the request gives others.
     """
-    resumption = planned.resumption
-    assert resumption is not None
     found = [
         shapes
         for shapes, catalog in planned.handle.model.catalogs.list_other_catalogs()
@@ -30,14 +28,13 @@ def find_input_shapes(planned: PlannedRequest) -> Shapes:
         and (info.shape[1:],) == planned.shapes
     ]
     if len(found) != 1 or planned.request.resume_shapes:
-        raise input_shape_error(planned, found)
+        raise input_shape_error(planned, resumption, found)
     return found[0]
 
 
-def input_shape_error(planned: PlannedRequest, found: Sequence[Shapes]) -> InputError:
+def input_shape_error(planned: PlannedRequest, resumption: Resumption, found: Sequence[Shapes] = ()) -> InputError:
     """The error if it is unknown which inputs rows are from; those of the ``found`` shapes all give such rows."""
-    resumption, layer = planned.resumption, planned.inputs.specs[0]
-    assert resumption is not None
+    layer = planned.inputs.specs[0]
     own, shapes = list(layer.shape), found[-1] if found else resumption.shapes
     detail = f"'{layer.name}' returns {own} for an input of {show_shapes(resumption.shapes)}, not "
     detail += show_shapes(planned.shapes)
@@ -45,7 +42,8 @@ def input_shape_error(planned: PlannedRequest, found: Sequence[Shapes]) -> Input
         detail += f", which it returns for inputs of {' and of '.join(map(show_shapes, found))}"
     named = {spec.name: shape for spec, shape in zip(resumption.inputs, shapes, strict=True)}
     start = json.dumps({"layer": layer.name, "shape": named if len(named) > 1 else shapes[0]})
-    return InputError(detail, hint=f'say which shape the model\'s input had, as in "resume": {start}; or send shape {own}')
+    hint = f'say which shape the model\'s input had, as in "resume": {start}; or send shape {own}'
+    return InputError(detail, hint=hint)
 
 
 def find_resumed_by(resumption: Resumption, model: ModelInfo) -> Preprocessed:
