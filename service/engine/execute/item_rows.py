@@ -169,10 +169,7 @@ def shape_arrays(item: ArraysItem, inputs: ModelInputs) -> dict[str, Array]:
 
 
 def complete_shapes(given: Mapping[str | None, tuple[int, ...]], inputs: ModelInputs) -> Shapes:
-    """The shapes of a row whose arrays have the ``given`` ones, None: that of its only one; configured if none is.
-
-    InputError as for arrays that are sent.
-    """
+    """The shapes of a row, by those ``given`` of its arrays; configured if there are none. InputError as for arrays."""
     if not given:
         return inputs.shapes
     try:

@@ -125,10 +125,8 @@ class Planner:
         check_count(rows.count, self._settings)
         request = request.average_over(rows.count)
         if resumption is None:
-            preprocessed = find_preprocessed_by(items, rows.tower, rows.shapes)
             catalog, catalog_shapes = await self._choose_catalog(request.for_input(input_index), handle, rows, deadline)
         else:
-            preprocessed = find_resumed_by(resumption, model)
             catalog, catalog_shapes = resumption.catalog, inputs.shapes
         planned = PlannedRequest(
             request=request,
@@ -139,7 +137,9 @@ class Planner:
             resumption=resumption,
             catalog=catalog,
             catalog_shapes=catalog_shapes,
-            preprocessed=preprocessed,
+            preprocessed=find_resumed_by(resumption, model)
+            if resumption is not None
+            else find_preprocessed_by(items, rows.tower, rows.shapes),
             shapes=rows.shapes,
             rows=rows.count,
             apart=bool(request.input_options) or any(each.as_list for each in tower.specs),
@@ -174,8 +174,7 @@ class Planner:
         key = planned, shapes, count, _describe_lengths(request, lengths)
         if kept is not None and other is None and (found := kept.get(key)) is not None:
             return found
-        is_resumed = before.resumption is not None
-        preprocessed = before.preprocessed if is_resumed else find_preprocessed_by(items, tower, shapes)
+        preprocessed = before.preprocessed if before.resumption else find_preprocessed_by(items, tower, shapes)
         planned = replace(before, tower=tower, preprocessed=preprocessed, shapes=shapes, rows=count)
         is_as_planned = shapes == before.shapes == before.catalog_shapes and preprocessed == before.preprocessed
         if shapes != before.catalog_shapes:
