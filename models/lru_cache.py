@@ -37,6 +37,11 @@ class LRUCache(Generic[K, V]):
             if len(self._values) > self._max_size:
                 self._values.popitem(last=False)
 
+    def list_items(self) -> list[tuple[K, V]]:
+        """All keys with their values, the least recently used first; none counts as used by this."""
+        with self._lock:
+            return list(self._values.items())
+
     def clear(self) -> None:
         """Drop all values."""
         with self._lock:

@@ -51,6 +51,7 @@ class Receipt:
     combine: Combine | None = None  # how the rows were made one result
     how: str = ""  # attention: "observed", "recomputed" beside a fused kernel, or "unfused" without that kernel
     resumed: str = ""  # the layer whose output was sent instead of the model's inputs
+    input_shapes: tuple[tuple[int, ...], ...] | None = None  # of these, for one row
     forward: str = ""  # "compiled": by a warm plan's graph
     classes: tuple[int, ...] | None = None  # each row's top class, if the gradient is of it
     labels: tuple[str, ...] | None = None  # of ``classes``

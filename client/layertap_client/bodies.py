@@ -46,7 +46,7 @@ class ExtractOptions(CallOptions, total=False):
     dtype: Literal["float32", "float16", "int8"]
     interventions: Sequence[Mapping[str, Any]]
     verify: bool
-    resume: str | None
+    resume: str | Mapping[str, Any] | None
     probe: bool
     generate: Mapping[str, Any] | None
 

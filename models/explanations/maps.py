@@ -124,14 +124,10 @@ def rollout(layers: Sequence[Array], discard: float, prefix: int, grid: Grid | N
     square): the attention of the first of ``prefix`` tokens, or the mean of all tokens if ``prefix`` is 0. Abnar and
     Zuidema, "Quantifying attention flow in transformers", 2020, section 3.
     """
-    product: Array | None = None
-    for layer in layers:
-        weights = _zero_lowest(layer, discard) + np.eye(layer.shape[-1], dtype=np.float32)
-        weights = weights / weights.sum(-1, keepdims=True)
-        product = weights if product is None else weights @ product
-    if product is None:
+    if not layers:
         raise ValueError("a rollout is over one layer or more")
-    return _read_patches(product, prefix, grid)
+    matrices = [_add_identity(_zero_lowest(layer, discard)) for layer in layers]
+    return _read_patches([each / each.sum(-1, keepdims=True) for each in matrices], prefix, grid)
 
 
 def vit_explain_rollout(
@@ -141,14 +137,14 @@ def vit_explain_rollout(
 
     ``keeps_first``: the first token's attention to itself is never discarded.
     """
-    product: Array = np.eye(layers[0].shape[-1], dtype=np.float32)
+    matrices = []
     for layer in layers:
         kept = _zero_lowest(layer, discard)
         if keeps_first and kept is not layer:
             kept[:, 0, 0] = layer[:, 0, 0]
-        weights = kept + np.eye(layer.shape[-1], dtype=np.float32)
-        product = (weights / weights.sum(-1)[:, None]) @ product
-    patches = _read_patches(product, prefix, grid)
+        weights = _add_identity(kept)
+        matrices.append(weights / weights.sum(-1)[:, None])
+    patches = _read_patches(matrices, prefix, grid)
     largest = patches.max((1, 2), keepdims=True)
     result: Array = np.divide(patches, largest, out=np.zeros_like(patches), where=largest != 0)
     return result
@@ -160,15 +156,12 @@ def relevance(layers: Sequence[Array], prefix: int, grid: Grid | None = None) ->
     ``layers`` and the result are as in ``rollout``; nothing is normalised. Chefer et al., "Generic attention-model
     explainability", 2021, equation 6.
     """
-    total: Array = np.broadcast_to(np.eye(layers[0].shape[-1], dtype=np.float32), layers[0].shape)
-    for layer in layers:
-        total = total + layer @ total
-    return _read_patches(total, prefix, grid)
+    return _read_patches([_add_identity(layer) for layer in layers], prefix, grid)
 
 
 def average_heads(weights: Array) -> Array:
     """(N, heads, T, T) to (N, T, T): the mean over heads."""
-    mean: Array = weights.astype(np.float32).mean(1)
+    mean: Array = weights.mean(1, dtype=np.float32)
     return mean
 
 
@@ -194,9 +187,21 @@ def _weigh_channels(maps: Array, weights: Array) -> Array:
     return result
 
 
-def _read_patches(weights: Array, prefix: int, grid: Grid | None) -> Array:
-    """The first token's row as a grid of patches; without a prefix the mean of all rows."""
-    attention = weights[:, 0] if prefix else weights.mean(1)
+def _add_identity(weights: Array) -> Array:
+    result: Array = weights + np.eye(weights.shape[-1], dtype=np.float32)
+    return result
+
+
+def _read_patches(matrices: Sequence[Array], prefix: int, grid: Grid | None) -> Array:
+    """The first token's row of the matrices' product, the last layer's first, as a grid of patches.
+
+    Without a prefix the mean of all rows. Only that row is multiplied.
+    """
+    *before, last = matrices
+    row: Array = last[:, :1] if prefix else last.mean(1, keepdims=True)
+    for matrix in reversed(before):
+        row = row @ matrix
+    attention = row[:, 0]
     patches = attention[:, prefix:]
     return patches.reshape(len(patches), *_find_grid(patches.shape[1], grid))
 

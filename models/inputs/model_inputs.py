@@ -159,6 +159,7 @@ class ModelInputs:
     no_pictures: str = ""  # why pictures can't be sent
     two_towers: bool = False  # a row may have the inputs of one tower only
     tower: Tower | None = None  # if these are the inputs of one
+    of_layer: bool = False  # outputs of a layer, whose sizes follow from the model's inputs: here any are taken
     takes_plain: bool = False  # pictures become rows without any step, as a caller would make them
 
     @cached_property
@@ -268,7 +269,7 @@ class ModelInputs:
         """The inputs of forwards that resume from a layer: its output, and for texts also the model's mask."""
         dtype = DTYPES[output.dtype] if DTYPES[output.dtype].is_floating_point else self.dtype
         if self.text is None or output.longest is None:
-            return ModelInputs(self.model, (replace(output, longest=None, long_axis=0),), dtype)
+            return ModelInputs(self.model, (replace(output, longest=None, long_axis=0),), dtype, of_layer=True)
         text = replace(self.text, ids=output.name, vocabulary=0, encode=None, types=None, axis=output.long_axis)
         masks = tuple(spec for spec in self.specs if spec.name == self.text.mask)
         return ModelInputs(self.model, (output, *masks), dtype, text=text)

@@ -77,6 +77,10 @@ class CatalogCache:
         known = known or self._choose_cache(shapes).get(shapes)
         return known if known is not None and (known.has_functions or not functions) else None
 
+    def list_other_catalogs(self) -> list[tuple[Shapes, Catalog]]:
+        """The cached catalogs of other shapes than the configured ones, without those of generations."""
+        return self._catalogs.list_items()
+
     def put_catalog(self, shapes: Shapes, catalog: Catalog) -> None:
         """Keep the catalog of a shape, replacing an earlier one, which may have fewer details."""
         catalog = replace(catalog, crosses_rows=True) if self.crossing is not None else catalog

@@ -34,7 +34,7 @@ from layertap.models.plan.matches import find_matches
 from layertap.models.plan.plan import Tap, get_boundary, get_call
 from layertap.models.plan.requested import Selector
 from layertap.models.points import ATTENTION, Point
-from layertap.models.spec import InputDType, InputSpec
+from layertap.models.spec import InputDType, InputSpec, Shapes
 
 SMALLEST = 1e-4  # the smallest share of a forward's cost that remains, after its last layer
 Placeholder = tuple[object, tuple[TensorInfo, ...]]  # the structure of a call's output, its tensors empty; their infos
@@ -52,6 +52,11 @@ class Resumption:
     dtype: torch.dtype
     # By module. The layer's own last skipped call is the one whose output is sent, unless ``start`` is a function's.
     skipped: Mapping[str, SkippedCalls]
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shapes of the model's inputs, of one row."""
+        return tuple(each.shape for each in self.inputs)
 
     @property
     def takes(self) -> InputSpec:

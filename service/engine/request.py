@@ -58,6 +58,8 @@ class ExtractRequest:
     interventions: tuple[Intervention, ...] = ()
     objective: Objective | None = None
     resume: Selector | None = None  # the layer whose outputs the inputs are; None: the inputs are the model's
+    # The shapes of the model's inputs that these outputs are from, by name, None for the only one; empty: not given.
+    resume_shapes: Mapping[str | None, tuple[int, ...]] = field(default_factory=dict)
     generate: Generation | None = None  # texts are continued; None: they are taken as they are
     embedding: Embedding | None = None  # comes before ``selectors`` in the reply
     prompt: str | None = None  # name of a prompt in the model's folder, put before each text; None: the default one

@@ -141,9 +141,10 @@ def describe_layer(layer: Layer) -> Json:
 def _describe_calls(layer: Layer, site: Site, *, with_source: bool = False) -> list[Json]:
     """The tensors at a site in each call of a layer; ``with_source`` adds how each is observed."""
     return [
-        {"call": number, **_describe_tensor(tensor), **({"how": tensor.source} if with_source else {})}
+        {"call": number, "order": boundary.order, **_describe_tensor(tensor, with_source=with_source)}
         for number, call in enumerate(layer.calls)
-        for tensor in call.get_boundary(site).tensors
+        for boundary in [call.get_boundary(site)]
+        for tensor in boundary.tensors
     ]
 
 
@@ -153,6 +154,7 @@ def _describe_functions(layer: Layer) -> Json:
         {
             "call": number,
             "name": name,
+            "order": function.output.order,
             "outputs": [_describe_tensor(tensor) for tensor in function.output.tensors],
             "inputs": [_describe_tensor(tensor) for tensor in function.input.tensors],
         }
@@ -162,6 +164,7 @@ def _describe_functions(layer: Layer) -> Json:
     return {"functions": functions}
 
 
-def _describe_tensor(tensor: TensorInfo) -> Json:
+def _describe_tensor(tensor: TensorInfo, *, with_source: bool = False) -> Json:
     path, heads = format_path(tensor.path), {"heads": tensor.heads} if tensor.heads else {}
-    return {"path": path, "shape": tensor.shape, "dtype": tensor.dtype, "layout": tensor.layout, **heads}
+    further: Json = {**heads, **({"how": tensor.source} if with_source else {})}
+    return {"path": path, "shape": tensor.shape, "dtype": tensor.dtype, "layout": tensor.layout, **further}

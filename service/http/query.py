@@ -17,8 +17,8 @@ ALWAYS = frozenset({"format", "dry_run"})
 PARTS = {"class": "objective", "target": "objective"}  # parameters that are parts of an object
 LISTS = frozenset({"layers", "method", "classes", "each", "values", "measures", "clamp"})  # separated by commas
 OBJECTS = frozenset(
-    {"objective", "target", "interventions", "generate", "baseline", "from", "tensor", "region", "project", "with"}
-)
+    ("objective", "target", "interventions", "generate", "resume", "baseline", "from", "tensor", "region", "project")
+) | {"with"}
 MAYBE_JSON = LISTS | OBJECTS  # if the value begins as a list or an object
 
 

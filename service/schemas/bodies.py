@@ -49,6 +49,7 @@ from layertap.service.schemas.selection import (
     ObjectiveBody,
     OperationBody,
     PlaceBody,
+    ResumeEntry,
     SomeClass,
     SweepPlace,
     SweepPlaceBody,
@@ -170,16 +171,15 @@ class ExtractBody(LayersBody):
     """The body of ``POST /extract``."""
 
     verify: Flag = False
-    resume: str | None = Field(
-        None, min_length=1, max_length=MAX_TEXT, description="the layer whose outputs the inputs are"
-    )
+    resume: ResumeEntry | None = None
     probe: Flag = False
     generate: GenerateBody | None = None
 
     def _read_request(self) -> dict[str, Any]:
-        layer, generate = self.resume, self.generate
+        start, generate = self.resume, self.generate
         return {
-            "resume": read_field("/resume", lambda: parse_selector(layer)) if layer is not None else None,
+            "resume": read_field("/resume", lambda: parse_selector(start.layer)) if start is not None else None,
+            "resume_shapes": start.shapes if start is not None else {},
             "generate": read_field("/generate", generate.to_generation) if generate is not None else None,
             "verify": self.verify,
             "probe": self.probe,

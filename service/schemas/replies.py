@@ -343,9 +343,10 @@ class Tensor(BaseModel):
 
 
 class CallTensor(Tensor):
-    """A tensor of one call of a layer."""
+    """A tensor of one call of a layer; ``order``: of two hooks the one with the smaller number runs first."""
 
     call: int
+    order: float
 
 
 class AttentionTensor(CallTensor):
@@ -355,10 +356,11 @@ class AttentionTensor(CallTensor):
 
 
 class LayerFunction(BaseModel):
-    """A function that a layer's own forward calls; ``name`` is the part of a selector."""
+    """A function that a layer's own forward calls; ``name`` is the part of a selector, ``order``: when it returns."""
 
     call: int
     name: str
+    order: float
     outputs: list[Tensor]
     inputs: list[Tensor]
 

@@ -44,6 +44,7 @@ from layertap.models.plan.statistics import MAX_EDGES, STATISTICS, STATS
 from layertap.models.spec import Pool, ReplyDType
 from layertap.service.inputs.arrays import require_finite
 from layertap.service.schemas.base import (
+    MAX_FIELDS,
     Flag,
     Index,
     Number,
@@ -257,6 +258,31 @@ class LayerBody(EntryBody):
 
 
 LayerEntry = Annotated[LayerBody, _OrText()]
+RowShape = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=8)]
+
+
+class ResumeBody(StrictBody):
+    """The layer whose outputs the inputs are; ``shape``: that of the model's input, or of each of several by name."""
+
+    layer: str = Field(max_length=MAX_TEXT)
+    shape: Annotated[
+        RowShape | Annotated[dict[str, RowShape], Field(max_length=MAX_FIELDS)] | None,
+        OneError("Input should be a list of whole numbers, or an object of such lists by the names of the inputs"),
+    ] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_text(cls, value: Any) -> Any:
+        return {"layer": value} if isinstance(value, str) else value
+
+    @property
+    def shapes(self) -> dict[str | None, tuple[int, ...]]:
+        """The shapes by the names of the model's inputs, None for its only one; empty if none is given."""
+        named = self.shape if isinstance(self.shape, dict) else {None: self.shape} if self.shape is not None else {}
+        return {name: tuple(shape) for name, shape in named.items()}
+
+
+ResumeEntry = Annotated[ResumeBody, _OrText()]
 
 
 AxisIndex = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]

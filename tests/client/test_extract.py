@@ -188,6 +188,7 @@ FIELDS: dict[str, Json] = {
     "verify": {"layers": ["block2"], "verify": True},
     "probe": {"layers": ["head"], "probe": True},
     "resume": {"layers": ["head"], "resume": "flatten"},
+    "resumed size": {"layers": ["head"], "resume": {"layer": "flatten", "shape": [3, 40, 24]}},
 }
 INPUTS = {"raw": BATCH, "multipart": list(BATCH), "picture": PICTURE}
 
@@ -200,7 +201,7 @@ def test_fields(client: Any, live: Live, name: str, form: str) -> None:
     """Every field of the body is reachable in every form."""
     fields = dict(FIELDS[name])
     given: Any = INPUTS[form]
-    if name == "resume":
+    if name.startswith("resume"):
         given = BATCH.reshape(3, -1)[:, :64]
     entries = [image(PICTURE)] if form == "picture" else [tensor(np.ascontiguousarray(row)) for row in given]
     reply = live.client.post("/extract?format=safetensors", json={"inputs": entries, **fields})

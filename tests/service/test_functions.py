@@ -42,7 +42,10 @@ def test_listed(mixers: Live) -> None:
     plain = mixers.client.get(path).json()
     listed = mixers.client.get(path, params={"functions": "true"}).json()
     block = {"shape": [1, 32, 16, 16], "dtype": "float32", "layout": "NCHW"}
+    by_name = {layer["name"]: layer for layer in listed["layers"]}
     functions = {layer["name"]: layer.pop("functions") for layer in listed["layers"]}
+    (end,), (begin,) = by_name["block2.bn2"]["outputs"], by_name["block2.relu"]["inputs"][1:]
+    assert end["order"] < functions["block2"][0].pop("order") < begin["order"]
     assert functions.pop("block2") == [
         {
             "call": 0,

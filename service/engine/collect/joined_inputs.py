@@ -23,8 +23,10 @@ from layertap.service.features import Array, Features, Receipt, join_cuts
 
 # Receipt fields that differ by input; all others agree in results that share one array.
 BY_ROW = ("classes", "labels", "token_counts", "source_rates", "source_frames", "source_seconds")
-UNLIKE: dict[str, Any] = dict.fromkeys(("grid_size", "rows_per_forward", "seconds_per_step"))  # if inputs differ
-UNLIKE |= {"call": -1, "preprocessed": "mixed", "forward": "", "how": "", "space": ""}
+OTHERWISE = {"call": -1, "preprocessed": "mixed", "forward": "", "how": "", "space": ""}
+UNLIKE: dict[str, Any] = OTHERWISE | dict.fromkeys(
+    ("grid_size", "rows_per_forward", "seconds_per_step", "input_shapes")
+)  # if inputs differ
 DIFFERING: dict[str, Any] = {"captured": (), "fingerprint": "", **UNLIKE, "truncated": None, **dict.fromkeys(BY_ROW)}
 # What inputs' results must have in common for one array to hold them: shape, dtype, axes and receipt without DIFFERING.
 Outline = tuple[tuple[int, ...], str, int, Receipt]

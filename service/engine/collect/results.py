@@ -138,6 +138,7 @@ def make_receipt(job: Job, result: Result) -> Receipt:
         combine=reduction.combine,
         how="unfused" if info.source and point.layer in job.plan.unfused_layers else info.source,
         resumed=job.prepared.catalog.start,
+        input_shapes=resumption.shapes if (resumption := job.prepared.spec.resumption) is not None else None,
         forward="compiled" if job.prepared.spec.compiled else "",
         rows_per_forward=job.prepared.rows_per_forward,
         preprocessed=job.prepared.preprocessed,

@@ -27,6 +27,7 @@ from layertap.models.inputs.sound import SoundProcessor
 from layertap.models.inputs.video import VideoProcessor
 from layertap.models.spec import InputSpec, PreprocessSpec
 from layertap.service.engine.execute.item_rows import (
+    check_pixels,
     choose_tower,
     get_mask_length,
     get_pictures,
@@ -286,12 +287,8 @@ def _convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) -
         rows[mask] = torch.ones((len(features), get_mask_length(features.shape[1], inputs)), dtype=torch.int64)
     lengths = set()
     for spec, value in zip(inputs.specs, rows.values(), strict=True):
-        pixels = prod(value.shape[2:])  # height and width may differ from the configured ones, up to a limit
-        if pixels > max(settings.max_resized_pixels, prod(spec.shape[1:])):
-            raise TooLargeError(
-                f"input '{spec.name}' has {pixels} pixels, the limit is {settings.max_resized_pixels}",
-                hint=f"send shape {list(spec.shape)}",
-            )
+        if prod(value.shape[2:]) > settings.max_resized_pixels:  # height and width may differ, up to a limit
+            check_pixels(value.shape[1:], spec, settings.max_resized_pixels)
         if spec.longest and text is not None:  # of a model's own inputs a survey shows which lengths fit each other
             lengths.add(value.shape[1 + spec.long_axis])
     if len(lengths) > 1:

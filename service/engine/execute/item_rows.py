@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeGuard
@@ -10,7 +10,7 @@ from typing import TypeGuard
 import numpy as np
 
 from layertap.models.devices.devices import DTYPES
-from layertap.models.errors import InputError, escape, find_nearest, suggest
+from layertap.models.errors import InputError, TooLargeError, escape, find_nearest, suggest
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.spec import InputSpec, Preprocessed, Shapes
 from layertap.service.features import Array
@@ -157,7 +157,8 @@ def shape_arrays(item: ArraysItem, inputs: ModelInputs) -> dict[str, Array]:
         array = by_name[spec.name]
         batch = array if item.may_batch and array.ndim == len(spec.shape) + 1 else array[None]
         fewest = int(inputs.text is not None)
-        if not _fits(batch.shape[1:], spec, fewest):
+        is_any = inputs.of_layer and batch.ndim == len(spec.shape) + 1
+        if not is_any and not _fits(batch.shape[1:], spec, fewest):
             longest = f", axis {spec.long_axis} from {fewest} to {spec.longest}" if spec.longest else ""
             raise InputError(
                 f"a tensor of shape {list(array.shape)} does not fit input '{spec.name}'",
@@ -165,6 +166,27 @@ def shape_arrays(item: ArraysItem, inputs: ModelInputs) -> dict[str, Array]:
             )
         batches[spec.name] = batch
     return batches
+
+
+def complete_shapes(given: Mapping[str | None, tuple[int, ...]], inputs: ModelInputs) -> Shapes:
+    """The shapes of a row, by those ``given`` of its arrays; configured if there are none. InputError as for arrays."""
+    if not given:
+        return inputs.shapes
+    try:
+        arrays = {name: np.broadcast_to(np.float32(0), shape) for name, shape in given.items()}  # take no memory
+    except ValueError:
+        raise InputError("no input has so many numbers") from None
+    item = ArraysItem(arrays, by_name=None not in arrays)
+    shape_arrays(item, inputs)
+    return _predict_item(item, inputs)[1]
+
+
+def check_pixels(shape: Sequence[int], spec: InputSpec, limit: int) -> None:
+    """TooLargeError if a row has more pixels than its input is configured for, and than the limit."""
+    pixels = prod(shape[1:])
+    if pixels > max(limit, prod(spec.shape[1:])):
+        detail = f"input '{spec.name}' has {pixels} pixels, the limit is {limit}"
+        raise TooLargeError(detail, hint=f"send shape {list(spec.shape)}")
 
 
 def _predict_item(item: object, inputs: ModelInputs) -> tuple[ModelInputs, Shapes, int]:

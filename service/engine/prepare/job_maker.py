@@ -24,7 +24,6 @@ from layertap.service.engine.collect.joined_inputs import check_entries, list_en
 from layertap.service.engine.deadline import RunInThread
 from layertap.service.engine.execute.decode import normalize_rows, pad_texts
 from layertap.service.engine.execute.item_rows import find_preprocessed_by
-from layertap.service.engine.limits import show_shapes
 from layertap.service.engine.prepare.planned_request import PlannedRequest
 from layertap.service.engine.prepare.planner import Planner
 from layertap.service.engine.prepare.sources import prepare_sources
@@ -300,11 +299,6 @@ def _sort_attempts(
                 faults.append(attempt.to_fault(f"/inputs/{index}", index))
                 if request.on_error == "fail" and isinstance(attempt, (TooLargeError, UnsupportedMediaError)):
                     raise type(attempt).from_faults(faults[-1:])
-                continue
-            shapes = get_row_shapes(attempt)
-            if request.resume is not None and inputs.text is None and shapes != inputs.shapes:
-                detail = f"an output of {inputs.specs[0].name!r} has another shape than {show_shapes(shapes)}"
-                faults.append(Fault(detail, f"send shape {show_shapes(inputs.shapes)}", input=index))
                 continue
             rows = dict(attempt)
             if request.generate is not None:

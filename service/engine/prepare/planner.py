@@ -30,7 +30,14 @@ from layertap.models.run.model_info import ModelInfo
 from layertap.models.run.resumption import Resumption, find_start
 from layertap.models.spec import Generation, Shapes
 from layertap.service.engine.deadline import RunInThread, wait_until
-from layertap.service.engine.execute.item_rows import PredictedRows, find_preprocessed_by, is_reshaped, predict_rows
+from layertap.service.engine.execute.item_rows import (
+    PredictedRows,
+    check_pixels,
+    complete_shapes,
+    find_preprocessed_by,
+    is_reshaped,
+    predict_rows,
+)
 from layertap.service.engine.execute.model_calls import OverdueError
 from layertap.service.engine.limits import (
     check_count,
@@ -42,6 +49,7 @@ from layertap.service.engine.limits import (
 )
 from layertap.service.engine.models.model_handle import ModelHandle
 from layertap.service.engine.prepare.planned_request import Digests, PlannedRequest
+from layertap.service.engine.prepare.resumed_rows import find_input_shapes, find_resumed_by, input_shape_error
 from layertap.service.engine.request import MAX_LAYERS, ExtractRequest, SentInputs
 from layertap.service.engine.rows import Rows, get_row_shapes
 from layertap.service.engine.short_work import run_if_long
@@ -103,7 +111,10 @@ class Planner:
         inputs = tower = model.model_inputs
         if request.resume is not None:
             tower = find_tower(model, [request.resume])
-            resumption = await self._resume(request.resume, handle, tower.shapes, deadline)
+            given = read_field("/resume/shape", lambda: complete_shapes(request.resume_shapes, tower))
+            for shape, spec in zip(given, tower.specs, strict=True):
+                check_pixels(shape, spec, self._settings.max_resized_pixels)
+            resumption = await self._resume(request.resume, handle, given, deadline)
             inputs = tower.replace_by_output(resumption.takes)
         rows = predict_rows(items, inputs)
         if request.generate is not None:
@@ -126,7 +137,9 @@ class Planner:
             resumption=resumption,
             catalog=catalog,
             catalog_shapes=catalog_shapes,
-            preprocessed=find_preprocessed_by(items, rows.tower, rows.shapes),
+            preprocessed=find_resumed_by(resumption, model)
+            if resumption is not None
+            else find_preprocessed_by(items, rows.tower, rows.shapes),
             shapes=rows.shapes,
             rows=rows.count,
             apart=bool(request.input_options) or any(each.as_list for each in tower.specs),
@@ -154,12 +167,14 @@ class Planner:
         """
         request, inputs, kept, before = planned.request, planned.inputs, planned.kept, planned
         shapes, count = get_row_shapes(rows), len(next(iter(rows.values())))
+        if inputs.of_layer and shapes != before.catalog_shapes:
+            kept = None  # which inputs they are from depends on what else the model has met meanwhile
         tower = inputs.for_shapes(shapes) if inputs.towers or request.generate else inputs
         lengths = await self._measure_lengths(rows, tower.text, deadline) if tower.text is not None else None
         key = planned, shapes, count, _describe_lengths(request, lengths)
         if kept is not None and other is None and (found := kept.get(key)) is not None:
             return found
-        preprocessed = find_preprocessed_by(items, tower, shapes)
+        preprocessed = before.preprocessed if before.resumption else find_preprocessed_by(items, tower, shapes)
         planned = replace(before, tower=tower, preprocessed=preprocessed, shapes=shapes, rows=count)
         is_as_planned = shapes == before.shapes == before.catalog_shapes and preprocessed == before.preprocessed
         if shapes != before.catalog_shapes:
@@ -215,13 +230,18 @@ class Planner:
         if planned.resumption is not None and text is not None:  # as many tokens as the layer's outputs
             tokens = rows[text.ids].shape[1 + text.axis]
             model_shapes = tuple((tokens,) for _ in planned.resumption.inputs)
+        elif planned.resumption is not None:
+            model_shapes = find_input_shapes(planned, planned.resumption)
         if handle.model.catalogs.get_catalog(model_shapes) is None:
             await self._complete(planned, lengths, deadline)
         if request.resume is None:
             catalog = await self.survey(handle, model_shapes, deadline, functions=needs_functions(request))
             return replace(planned, catalog=catalog, catalog_shapes=shapes)
         resumption = await self._resume(request.resume, handle, model_shapes, deadline)
-        return replace(planned, resumption=resumption, catalog=resumption.catalog, catalog_shapes=shapes)
+        if text is None and (resumption.takes.shape,) != shapes:
+            raise input_shape_error(planned, planned.resumption or resumption)
+        planned = replace(planned, resumption=resumption, preprocessed=find_resumed_by(resumption, handle.model))
+        return replace(planned, catalog=resumption.catalog, catalog_shapes=shapes)
 
     async def survey(self, handle: ModelHandle, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
         """The catalog of a shape, measured if it is not known; with ``functions`` also what functions return.
@@ -477,6 +497,8 @@ def _identify(planned: PlannedRequest) -> str:
     if planned.request.generate is not None:
         identity = fingerprint.digest_variant(identity, "generate", *astuple(planned.request.generate))
     reshaped = shapes if is_reshaped(tower, shapes) else None
+    if planned.resumption is not None:  # a layer's outputs count as the inputs that they are from
+        reshaped = planned.resumption.shapes
     return fingerprint.digest_rows(identity, planned.preprocessed, reshaped, tower.tower)
 
 

@@ -150,8 +150,7 @@ class Worker(DecodingWorker):
         """
         if (known := prepared.spec.resumption) is None:
             return prepared
-        shapes = tuple(each.shape for each in known.inputs)
-        resumption = verify_resumption(self._model, known.start, shapes)
+        resumption = verify_resumption(self._model, known.start, known.shapes)
         return replace(prepared, spec=replace(prepared.spec, resumption=resumption))
 
     def _decode_pictures(self, index: int, first_row: int, pictures: Sequence[Data]) -> Rows:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
+import torch
 
 from layertap.models.digits import WEIGHTS
 from layertap.models.sources.state_dict import digest_weights
+from layertap.models.spec import InputSpec
+from tests.conftest import net_spec
 from tests.server import Live, serving
+from tests.service.conftest import Serve
 from tests.service.gated_server import post_rows
-from tests.service.support import Json, image, picture, problem
+from tests.service.support import Json, configured, copy_module, image, net, picture, problem
 
 
 def test_embedded() -> None:
@@ -127,12 +133,46 @@ def test_layers(live: Live) -> None:
     assert relu["layout"] == "NCHW"
     assert "inplace" in relu["hazards"]
     head = by_name["head"]
-    assert head["outputs"] == [{"call": 0, "path": "", "shape": [1, 10], "dtype": "float32", "layout": "NC"}]
-    assert head["inputs"] == [{"call": 0, "path": "", "shape": [1, 64], "dtype": "float32", "layout": "NC"}]
+    (given,), (returned,) = head["inputs"], head["outputs"]
+    tensor = {"call": 0, "path": "", "dtype": "float32", "layout": "NC"}
+    assert returned == {**tensor, "order": given["order"] + 1, "shape": [1, 10]}
+    assert given == {**tensor, "order": given["order"], "shape": [1, 64]}
     assert head["parameters"] == 650
     leaves = [layer["cost"] for layer in found if layer["leaf"] and layer["calls"] == 1]
     assert leaves == sorted(leaves)
     assert all(0 <= cost <= 1 for cost in leaves)
+
+
+@pytest.mark.parametrize("name", ["digits", "encoder", "tied"])
+def test_order_of_hooks(serve: Serve, name: str) -> None:
+    """Sorted by their order, calls of layers stand as plain hooks on all modules run; those of a tied one together."""
+    encoder = net("encoder", "Encoder", InputSpec("x", (5, 8)), module="tests.nets")
+    with serve(configured(encoder, replace(net_spec("Tied"), name="tied"))) as live:
+        live.client.post("/extract", json={"model": name, "layers": ["."]}, params={"dry_run": "true"})  # loads it
+        module, found = copy_module(live, name), layers(live, name)
+        (spec,) = live.client.get(f"/models/{name}").json()["inputs"]
+    wanted, names = [], {part: set() for part in module.modules()}
+    for key, part in module.named_modules(remove_duplicate=False):
+        names[part].add(key or ".")
+    for part in module.modules():
+        begun, ended = count(), count()
+        part.register_forward_pre_hook(
+            lambda part, *_, begun=begun: wanted.append((names[part], next(begun), "inputs")), with_kwargs=True
+        )
+        part.register_forward_hook(
+            lambda part, *_, ended=ended: wanted.append((names[part], next(ended), "outputs")), with_kwargs=True
+        )
+    with torch.no_grad():
+        module(torch.zeros(1, *spec["shape"]))
+    listed = {
+        (layer["name"], tensor["call"], side): tensor["order"]
+        for layer in found
+        for side in ("inputs", "outputs")
+        for tensor in layer[side]
+    }
+    in_order = [(key, call, side) for keys, call, side in wanted for key in sorted(keys) if (key, call, side) in listed]
+    assert len(in_order) == len(listed) > 5
+    assert sorted(listed, key=lambda each: (listed[each], each[0])) == in_order
 
 
 def test_layers_of_structured_outputs(live: Live) -> None:
