@@ -118,6 +118,48 @@ def test_box_that_is_not_there(live: Live) -> None:
         assert "'channel'" in problem(live.client.post("/extract", json={**body, **sent}), 422)["detail"]
 
 
+def climb(picture: Tensor, box: int | None, steps: int) -> tuple[Array, list[float], set[int]]:
+    """A loop as people write it: the last picture, the objective at each step, and how many boxes steps found."""
+    detector, curve, counts = build(), list[float](), set[int]()
+    for _ in range(steps):
+        picture = picture.detach().requires_grad_()
+        scores = detector([picture])[0]["scores"]
+        value = scores.sum() if box is None else scores[box]
+        (slope,) = torch.autograd.grad(value, picture)
+        curve, counts = [*curve, value.item()], counts | {len(scores)}
+        picture = picture + 0.05 * slope / slope.abs().mean()
+    scores = detector([picture])[0]["scores"].detach()
+    return picture.detach().numpy(), [*curve, float(scores.sum() if box is None else scores[box])], counts
+
+
+@pytest.mark.parametrize("box", [None, 0])
+def test_optimise(live: Live, box: int | None) -> None:
+    """Steps that raise a box's score, or the sum of all, follow the boxes that each finds."""
+    kind = {"kind": "sum"} if box is None else {"kind": "layer", "channel": box}
+    body: Json = {"model": "rcnn", "steps": 3, "learning_rate": 0.05, "rule": "scaled", "encoding": "base64"}
+    body |= {
+        "objective": {**kind, "layer": ".[0][scores]"},
+        "inputs": [tensor(PICTURES[each].numpy()) for each in (1, 4)],
+    }
+    found = arrays_of(live.client.post("/optimise", json=body))
+    for row, number in enumerate((1, 4)):
+        picture, curve, counts = climb(PICTURES[number], box, 3)
+        assert len(counts) > 1
+        assert curve[-1] > curve[0]
+        np.testing.assert_allclose(found["objective"][row], curve, rtol=1e-4)
+        np.testing.assert_allclose(found[f"input.input{row}"][0], picture, atol=1e-3)
+
+
+def test_optimised_box_that_vanishes(live: Live) -> None:
+    """A step that leaves a picture without the box ends the optimisation, and says so."""
+    body: Json = {"model": "rcnn", "steps": 3, "learning_rate": 0.02, "rule": "sign"}
+    body |= {
+        "objective": {"kind": "layer", "layer": ".[0][scores]", "channel": 1},
+        "inputs": [tensor(PICTURES[5].numpy())],
+    }
+    assert "'channel'" in problem(live.client.post("/optimise", json=body), 422)["detail"]
+
+
 REFUSED: dict[str, Json] = {
     "channel": {"layers": ["backbone"], "interventions": [{"layer": "backbone", "op": "zero", "channels": [999]}]},
     "objective": {"layers": [".:grad_input"], "objective": {"kind": "layer", "layer": "backbone", "channel": 999}},
