@@ -179,10 +179,13 @@ def _find_input(asked: Optimisation, model: ModelInfo) -> tuple[str, Point, tupl
     Without axes if it has no such two; without a specification if none is known.
     """
     names = [each.name for each in model.inputs if each.dtype.startswith(("float", "bfloat"))]
-    taps = [tap for tap in list_inputs(model) if tap.info.is_floating and tap.info.is_by_row]
+    taps = [tap for tap in list_inputs(model) if tap.info.is_floating]
     if model.text is not None or not len(names) == len(taps) == 1:
         hint = "ask POST /extract for gradients of a layer that reads them"
         raise SelectorError("ids of texts, and several inputs of floats, can't be optimised", hint=hint)
+    if not taps[0].info.is_by_row:
+        hint = "ask POST /extract for '.:grad_input', and take the steps yourself"
+        raise SelectorError("the first axis of this model's input is not the batch", hint=hint)
     spec = model.model_inputs.preprocess
     spec = spec if isinstance(spec, PreprocessSpec) and not model.model_inputs.takes_plain else None
     info = taps[0].info
