@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -158,6 +159,25 @@ def test_optimised_box_that_vanishes(live: Live) -> None:
         "inputs": [tensor(PICTURES[5].numpy())],
     }
     assert "'channel'" in problem(live.client.post("/optimise", json=body), 422)["detail"]
+
+
+def test_boxes_are_no_classes(live: Live) -> None:
+    """A map needs the score of a box as its objective, which the hint is; nothing names boxes as the best classes."""
+    body: Json = {"model": "rcnn", "method": "grad_cam", "inputs": [tensor(PICTURES[0].numpy())]}
+    for objective in ({}, {"class": 1}, {"kind": "probability", "layer": ".[0][scores]"}):
+        refused = problem(live.client.post("/explain", json=body | {"objective": objective}), 422)
+        assert "has as many entries as an input has boxes" in refused["detail"]
+    hint = json.loads(refused["hint"][refused["hint"].index("{") : refused["hint"].index("}") + 1])
+    reply = live.client.post("/explain", json=body | {"objective": hint | {"channel": 1}, "encoding": "base64"})
+    assert "top_classes" not in reply.json()
+
+    detector, seen = build(), list[Tensor]()
+    detector.backbone.register_forward_hook(lambda _, args, out: seen.append(out))
+    score = detector([PICTURES[0]])[0]["scores"][1]
+    values = seen[0][0]
+    (slope,) = torch.autograd.grad(score, seen[0])
+    expected = (slope[0].mean((1, 2))[:, None, None] * values).sum(0).clamp_min(0).detach().numpy()
+    np.testing.assert_allclose(arrays_of(reply)["grad_cam"][0], expected, rtol=1e-3, atol=1e-6 * expected.max())
 
 
 REFUSED: dict[str, Json] = {
