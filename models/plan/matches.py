@@ -116,7 +116,8 @@ def _find_layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], lis
     if not selector.is_glob:
         return [_get_layer(selector.pattern, catalog)], []
     wanted = filter_layers(catalog, selector.pattern, selector.type, selector.leaf)
-    layers = [layer for layer in wanted if layer.name != "."]
+    # The root's output is that of a part too; its parameters are nobody else's.
+    layers = [layer for layer in wanted if layer.name != "." or (selector.site == "grad_weight" and layer.weights)]
     running, others = [layer for layer in layers if layer.calls], [layer for layer in layers if not layer.calls]
     if running:
         return running, [layer.name for layer in others]
