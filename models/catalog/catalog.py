@@ -175,7 +175,7 @@ class Layer:
     parameters: int
     calls: tuple[Call, ...]
     hazards: tuple[str, ...]  # "inplace", "scripted" or "never_called", "attention"
-    weights: tuple[TensorInfo, ...] = ()  # a row's gradients of its parameters, and of those of parts that never run
+    weights: tuple[TensorInfo, ...] = ()  # its parameters, and those of parts that it uses without calling them
 
     @property
     def share(self) -> float:
@@ -184,7 +184,7 @@ class Layer:
 
     @property
     def has_attention(self) -> bool:
-        """Whether it computes attention weights of its own."""
+        """Whether it computes attention weights itself."""
         return any(call.attention is not None for call in self.calls)
 
 

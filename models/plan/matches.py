@@ -188,7 +188,8 @@ def _find_weights(selector: Selector, layer: Layer) -> Iterator[Tap]:
     start = selector.path or ()
     found = [info for info in layer.weights if info.path[: len(start)] == start]
     if not found and not selector.is_glob:
-        detail = f"layer {escape(layer.name)} has no floating parameter of its own{' of that name' if start else ''}"
+        named = f" named {escape(format_path(start))}" if start else ""
+        detail = f"layer {escape(layer.name)} itself has no floating parameter{named}"
         raise UnknownLayerError(detail, hint=_list_paths(layer.weights) or "name one of its parts, or a glob of them")
     return (Tap(Point(layer.name, 0, info.path, "grad_weight"), info) for info in found)
 
