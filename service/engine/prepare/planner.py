@@ -37,6 +37,7 @@ from layertap.service.engine.limits import (
     check_reply_size,
     check_results,
     limit_survey,
+    measure_growth,
     show_shapes,
     survey_error,
 )
@@ -45,12 +46,14 @@ from layertap.service.engine.prepare.planned_request import Digests, PlannedRequ
 from layertap.service.engine.request import MAX_LAYERS, ExtractRequest, SentInputs
 from layertap.service.engine.rows import Rows, get_row_shapes
 from layertap.service.engine.short_work import run_if_long
+from layertap.service.errors import UnavailableError
 from layertap.service.inputs.items import ArraysItem, InputItem, TextItem
 from layertap.service.schemas.base import read_field
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
 SMALL = 8  # pixels or tokens: axes no longer than this may have that size for any input
+BUSY_RETRY_S = 5.0
 GROWTH = 0.75  # of the growth of a row: borders and rounding take some of it
 
 
@@ -260,6 +263,9 @@ class Planner:
         try:
             return await handle.survey(shapes, deadline, functions=functions, seconds=limit, base=base)
         except OverdueError:
+            if measure_growth(handle.model, shapes) <= 1:
+                detail = f"model {handle.name} was not surveyed within {limit:.3g} s: the machine is busy"
+                raise UnavailableError(detail, retry_after=BUSY_RETRY_S) from None
             reason = f"takes more than {limit:.3g} s to get to know, far more than expected"
             raise survey_error(handle.model.model_inputs.for_shapes(shapes), reason) from None
         except InputError as error:
