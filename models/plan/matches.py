@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -16,6 +16,7 @@ from layertap.models.points import ATTENTION, LETTERS, NAME_AXES, OF_FUNCTIONS, 
 
 MAX_SHOWN = 5  # names in a hint
 MAX_PATHS = 20  # paths, functions or types in a hint
+MAX_CALLS = 1024  # of a layer that are expected although no forward has made them
 MAX_SUGGESTED = 3  # similar names
 EVERY_LAYER = "GET /models/MODEL/layers, or `layertap layers MODEL`, lists every layer"
 SCRIPTED = "scripted: hooks on its parts never run"
@@ -38,6 +39,22 @@ def find_matches(selector: Selector, catalog: Catalog) -> tuple[list[Tap], list[
         detail = f"{_describe(selector)} matches {len(layers)} layers, none of which {what}"
         raise next(filter(None, errors), None) or UnknownLayerError(detail, hint=_list_attention(selector, catalog))
     return [_apply_layout(selector.layout, tap) if selector.layout is not None else tap for tap in taps], skipped
+
+
+def add_named_calls(selectors: Iterable[Selector], catalog: Catalog) -> Catalog:
+    """A catalog with the calls that selectors number, if a forward may make more of them than the survey's did.
+
+    The plan then expects them, and a forward without them is planned again by those that it makes.
+    """
+    counts: dict[tuple[str, int, str], int] = {}
+    for selector in selectors if catalog.branches else ():
+        layer, call = catalog.layers.get(selector.pattern), selector.call
+        if layer is None or not layer.calls or not isinstance(call, int):
+            continue
+        needed, key = call + 1 if call >= 0 else -call, (layer.name, -1, "")
+        if len(layer.calls) < needed <= MAX_CALLS:
+            counts[key] = max(needed, counts.get(key, 0))
+    return catalog.with_calls(counts) if counts else catalog
 
 
 def make_keys(selector: Selector, taps: Sequence[Tap], catalog: Catalog) -> list[str]:

@@ -18,6 +18,7 @@ from layertap.models.inputs.generation import FEW_STEPS
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.embedding import find_embedding, reduce_embedding
+from layertap.models.plan.matches import add_named_calls
 from layertap.models.plan.options import TextLengths, measure_lengths
 from layertap.models.plan.plan import Plan, Result
 from layertap.models.plan.planner import make_plan
@@ -222,6 +223,7 @@ class Planner:
             await self._complete(planned, lengths, deadline)
         if request.resume is None:
             catalog = await self.survey(handle, model_shapes, deadline, functions=needs_functions(request))
+            catalog = add_named_calls(request.list_selectors(), catalog)
             return replace(planned, catalog=catalog, catalog_shapes=shapes)
         resumption = await self._resume(request.resume, handle, model_shapes, deadline)
         return replace(planned, resumption=resumption, catalog=resumption.catalog, catalog_shapes=shapes)
@@ -306,7 +308,8 @@ class Planner:
         if rows.uniform or tower.text is not None:
             known = model.catalogs.get_catalog(shapes) is not None
             if known or request.generate or _names_unseen_calls(request, model.get_catalog(tower)):
-                return await self.survey(handle, shapes, deadline, functions=functions), shapes
+                catalog = await self.survey(handle, shapes, deadline, functions=functions)
+                return add_named_calls(request.list_selectors(), catalog), shapes
         if functions:
             await self.survey(handle, tower.shapes, deadline, functions=True)
         return model.get_catalog(tower).unsized, None
