@@ -175,7 +175,7 @@ class Layer:
     parameters: int
     calls: tuple[Call, ...]
     hazards: tuple[str, ...]  # "inplace", "scripted" or "never_called", "attention"
-    weight_gradients: tuple[TensorInfo, ...] = ()  # of a row: of its parameters, and of those of parts that never run
+    weight_gradients: tuple[TensorInfo, ...] = ()  # of its parameters, and of those of parts that it does not call
 
     @property
     def share(self) -> float:
@@ -184,7 +184,7 @@ class Layer:
 
     @property
     def has_attention(self) -> bool:
-        """Whether it computes attention weights of its own."""
+        """Whether it computes attention weights itself."""
         return any(call.attention is not None for call in self.calls)
 
 

@@ -137,6 +137,7 @@ def matches_cpu(decoder: DeviceDecoder, preprocessing: PreprocessSpec) -> bool:
 def _decode_jpegs(pictures: Sequence[bytes], device: torch.device) -> list[Tensor]:
     """Pictures as RGB on a device, uint8, (3, height, width); raises what a decoder raises."""
     # Imported here: later versions of torchvision may have no decoder, and only this function needs it.
+    import torchvision  # noqa: F401  (the whole first, as ``build_model`` does)
     from torchvision.io import ImageReadMode, decode_jpeg
 
     files = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in pictures]

@@ -161,6 +161,7 @@ def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
     For a ``placeable`` spec. The resize is in float32 and rounds once; Pillow also rounds between its two passes.
     """
     # Imported here: it takes longer to import than torch, and only a GPU's decoder needs it.
+    import torchvision  # noqa: F401  (the whole first, as ``build_model`` does)
     from torchvision.transforms import InterpolationMode
     from torchvision.transforms import functional as tvf
 

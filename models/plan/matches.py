@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import translate
 from typing import Literal
@@ -18,6 +18,7 @@ from layertap.models.points import ATTENTION, LETTERS, NAME_AXES, OF_FUNCTIONS, 
 
 MAX_SHOWN = 5  # names in a hint
 MAX_PATHS = 20  # paths, functions or types in a hint
+MAX_CALLS = 1024  # of a layer that are expected although no forward has made them
 MAX_SUGGESTED = 3  # similar names
 EVERY_LAYER = "GET /models/MODEL/layers, or `layertap layers MODEL`, lists every layer"
 SCRIPTED = "scripted: hooks on its parts never run"
@@ -40,6 +41,22 @@ def find_matches(selector: Selector, catalog: Catalog) -> tuple[list[Tap], list[
         detail = f"{_describe(selector)} matches {len(layers)} layers, none of which {what}"
         raise next(filter(None, errors), None) or UnknownLayerError(detail, hint=_list_attention(selector, catalog))
     return [_apply_layout(selector.layout, tap) if selector.layout is not None else tap for tap in taps], skipped
+
+
+def add_named_calls(selectors: Iterable[Selector], catalog: Catalog) -> Catalog:
+    """A catalog with the calls that selectors number, if a forward may make more of them than the survey's did.
+
+    The plan then expects them, and a forward without them is planned again by those that it makes.
+    """
+    counts: dict[tuple[str, int, str], int] = {}
+    for selector in selectors if catalog.branches else ():
+        layer, call = catalog.layers.get(selector.pattern), selector.call
+        if layer is None or not layer.calls or not isinstance(call, int):
+            continue
+        needed, key = call + 1 if call >= 0 else -call, (layer.name, -1, "")
+        if len(layer.calls) < needed <= MAX_CALLS:
+            counts[key] = max(needed, counts.get(key, 0))
+    return catalog.with_calls(counts) if counts else catalog
 
 
 def make_keys(selector: Selector, taps: Sequence[Tap], catalog: Catalog) -> list[str]:
@@ -98,7 +115,9 @@ def _find_layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], lis
     if not selector.is_glob:
         return [_get_layer(selector.pattern, catalog)], []
     wanted = filter_layers(catalog, selector.pattern, selector.type, selector.leaf)
-    layers = [layer for layer in wanted if layer.name != "."]
+    # The root's output is that of a part too; its parameters are nobody else's.
+    whole = selector.site == "grad_weight"
+    layers = [layer for layer in wanted if layer.name != "." or (whole and layer.weight_gradients)]
     running, others = [layer for layer in layers if layer.calls], [layer for layer in layers if not layer.calls]
     if running:
         return running, [layer.name for layer in others]
@@ -169,7 +188,8 @@ def _find_weights(selector: Selector, layer: Layer) -> Iterator[Tap]:
     start, gradients = selector.path or (), layer.weight_gradients
     found = [info for info in gradients if info.path[: len(start)] == start]
     if not found and not selector.is_glob:
-        detail = f"layer {escape(layer.name)} has no floating parameter of its own{' of that name' if start else ''}"
+        named = f" named {escape(format_path(start))}" if start else ""
+        detail = f"layer {escape(layer.name)} itself has no floating parameter{named}"
         raise UnknownLayerError(detail, hint=_list_paths(gradients) or "name one of its parts, or a glob of them")
     return (Tap(Point(layer.name, 0, info.path, "grad_weight"), info) for info in found)
 

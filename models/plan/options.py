@@ -26,7 +26,7 @@ from layertap.models.plan.poolings import POOLINGS, describe_grid, find_map_size
 from layertap.models.plan.projections import count_projected_bytes, describe_projection
 from layertap.models.plan.requested import BY_AXIS, Objective, Operation, Projection, Reduction, Terms
 from layertap.models.plan.statistics import get_statistic
-from layertap.models.points import AXES, GIVE_LAYOUT, LETTERS
+from layertap.models.points import AXES, GIVE_LAYOUT, LETTERS, format_path
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
@@ -382,6 +382,10 @@ def check_objective(
         yield f"{name}, {list(info.shape)}, has no {what}", "; or ".join([*_offer_positions(info), "leave it out"])
     for axis, index in zip(axes or (), position, strict=True) if catalog.sizes_known else ():
         yield from check_range("position", name, info.shape[axis], (index,))
+    if spec.of_classes and is_counted(info, catalog):
+        text = objective.selector.text if objective.selector is not None else f".{format_path(info.path)}"
+        detail = f"objective {kind!r} is of classes, and {escape(text)} has as many entries as an input has boxes"
+        yield detail, f'use {{"kind": "layer", "layer": "{text}", "channel": 0}}, the score of a box, or kind "sum"'
     info = describe_position(info, objective.position)
     if objective.channel is not None and catalog.sizes_known:
         yield from check_need("channels", name, info)
@@ -414,6 +418,11 @@ def _offer_positions(info: TensorInfo) -> list[str]:
     """A hint for each kind of position that the tensor has."""
     examples = {1: 'add "position": -1, a token', 2: 'add "position": [0, 0], a row and a column'}
     return [examples[numbers] for numbers in POSITION_AXES if find_position_axes(info, (0,) * numbers) is not None]
+
+
+def is_counted(info: TensorInfo, catalog: Catalog) -> bool:
+    """Whether a tensor has as many entries as an input's values decide, as a detector's scores: they are no classes."""
+    return not catalog.sizes_known and len(info.shape) == 1 and info.row_axis == 0
 
 
 def is_scores(info: TensorInfo) -> bool:

@@ -23,6 +23,7 @@ from layertap.models.plan.options import (
     check_objective,
     check_parameters,
     check_reduction,
+    is_counted,
     is_scores,
     raise_first,
     split_refused,
@@ -311,7 +312,7 @@ def find_outputs(catalog: Catalog) -> Outputs:
 def count_classes(catalog: Catalog) -> int | None:
     """How many classes the model's output scores for each row, token or pixel; None if it has no class axis."""
     info = _choose_output(catalog, Objective())
-    info = describe_position(info, None) if info is not None else None
+    info = describe_position(info, None) if info is not None and not is_counted(info, catalog) else None
     return info.size("C") if info is not None and info.row_axis is not None and info.has_axis("C") else None
 
 

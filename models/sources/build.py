@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from layertap.models.sources.checkpoints import StateDict, read_checkpoint, wrap
 from layertap.models.sources.state_dict import LoadReport, load_state_dict, merge_adapter
 from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec, PreprocessSpec
 
+OF_TORCHVISION = frozenset({"torchvision", "timm", "open_clip"})  # libraries that import it
 FLOAT_BITS = 32  # torchvision and timm construct modules in float32
 WEIGHTS_HINT = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"
 DOWNLOAD_HINT = "give a .safetensors path, or random:SEED"
@@ -82,6 +84,10 @@ def build_model(spec: ModelSpec) -> BuiltModel:
     if not source.has_image_options and (spec.interpolate_pos_encoding or spec.image_backend != "auto"):
         hint = "leave them out, or type source: transformers:PATH"
         raise LoadError("image_backend and interpolate_pos_encoding are of transformers' models", hint=hint)
+    # Parts of torchvision import each other: a thread that begins with one meets another half-imported unless the whole
+    # was imported before, or its import, which another thread has begun, is waited for.
+    if source.library in OF_TORCHVISION or "torchvision" in sys.modules:
+        import_module("torchvision")
     # The module's name comes from our table, never from a configuration or a request.
     built: BuiltModel = import_module(source.module).build(ident, spec)
     if spec.adapter:

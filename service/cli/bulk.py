@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -140,14 +140,16 @@ def _write_other(model: str | None, layers: str, pool: Pool | None) -> str:
 
 
 def _split_layers(text: str) -> tuple[str, ...]:
-    """Selectors with commas between them, or entries as JSON: each as text."""
-    if not text.startswith(("[", "{")):
-        return _split(text)
-    try:
-        entries = json.loads(text)
-    except ValueError as error:
-        raise LayertapError(f"--layers is no JSON: {error}", hint='write [{"layer": "NAME", …}, …]') from error
-    entries = entries if isinstance(entries, list) else [entries]
+    """Selectors with commas between them, or entries as JSON: each as text; none of an empty text."""
+    entries: Any = _split(text)
+    if text.startswith(("[", "{")):
+        try:
+            entries = json.loads(text)
+        except ValueError as error:
+            raise LayertapError(f"--layers is no JSON: {error}", hint='write [{"layer": "NAME", …}, …]') from error
+        entries = entries if isinstance(entries, list) else [entries]
+    if text and not entries:
+        raise LayertapError("--layers names no layer", hint="leave it out for the embedding")
     return tuple(entry if isinstance(entry, str) else json.dumps(entry) for entry in entries)
 
 

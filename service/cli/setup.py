@@ -34,6 +34,10 @@ def check_setup(**options: Any) -> tuple[Settings, Configuration | None, Fetcher
         raise LayertapError(
             f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
         )
+    if settings.max_queue_bytes < settings.max_body_bytes:
+        queue, body = settings.max_queue_bytes, settings.max_body_bytes
+        detail = f"LAYERTAP_MAX_QUEUE_BYTES, {queue}, holds no body of LAYERTAP_MAX_BODY_BYTES, {body}"
+        raise LayertapError(detail, hint="raise the first, or lower the second")
     if settings.tls_cert is not None:
         check_certificate(str(settings.tls_cert), str(settings.tls_key))
     if settings.otlp_endpoint:

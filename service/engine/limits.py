@@ -92,14 +92,11 @@ def limit_survey(model: ModelInfo, shapes: Shapes, settings: Settings) -> float:
     """Seconds that a survey of a shape may take; TooLargeError if it is expected to take too long.
 
     What is expected grows with the size of the shape. What a survey really takes is limited too, because the time of a
-    model may grow with the square.
+    model may grow with the square; that of a shape no larger than a known one only grows if the machine is busy.
     """
-    limit, ratio = settings.deadline_s / 4, 1.0
-    tower, catalog = model.model_inputs.for_shapes(shapes), model.catalogs.get_catalog(shapes)
-    if catalog is None:
-        catalog = model.get_catalog(tower)
-        # With several inputs, take the largest ratio: it is unknown which layers depend on which input.
-        ratio = max(prod(new) / prod(known) for new, known in zip(shapes, tower.shapes, strict=True))
+    tower, ratio = model.model_inputs.for_shapes(shapes), measure_growth(model, shapes)
+    limit = settings.deadline_s / (4 if ratio > 1 else 1)
+    catalog = model.catalogs.get_catalog(shapes) or model.get_catalog(tower)
     one = min(catalog.seconds, catalog.costs.estimate_seconds(1))  # noise only adds
     steps = model.model_inputs.count_steps(shapes)
     seconds = SURVEY_ROWS * (steps or 1) * ratio * one
@@ -107,6 +104,15 @@ def limit_survey(model: ModelInfo, shapes: Shapes, settings: Settings) -> float:
         reason = f"would take about {seconds:.0f} s to get to know, the limit is {limit:.0f} s"
         raise survey_error(tower, reason)
     return max(limit, OVERRUN * seconds)
+
+
+def measure_growth(model: ModelInfo, shapes: Shapes) -> float:
+    """How many times as large as the model's own a shape is; 1 if it was surveyed before."""
+    if model.catalogs.get_catalog(shapes) is not None:
+        return 1.0
+    # With several inputs, take the largest ratio: it is unknown which layers depend on which input.
+    known = model.model_inputs.for_shapes(shapes).shapes
+    return max(prod(new) / prod(own) for new, own in zip(shapes, known, strict=True))
 
 
 def survey_error(inputs: ModelInputs, reason: str) -> TooLargeError:

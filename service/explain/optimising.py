@@ -8,8 +8,9 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from layertap.models.errors import Fault, RequestError, SelectorError
+from layertap.models.errors import Fault, OtherForwardError, RequestError, SelectorError
 from layertap.models.explanations.ascent import Ascent
 from layertap.models.inputs.preprocess import restore_pixels
 from layertap.models.plan.plan import Capture, ResolvedObjective, Result, ResultSize
@@ -58,11 +59,23 @@ class PreparedOptimisation:
     values: list[list[float]] = field(default_factory=list)
 
     def make_jobs(self) -> list[Job]:
-        """The jobs of the next step; they are not planned again, which would run the inputs as they were sent."""
-        return [
-            replace(job, inputs={**job.inputs, self.name: row}, joined=JoinedRows(1), plan_again=None)
-            for job, row in zip(self.jobs, self.ascent.roll_rows(), strict=True)
-        ]
+        """The jobs of the next step."""
+        return [self._make_job(*each) for each in zip(self.jobs, self.ascent.roll_rows(), strict=True)]
+
+    def _make_job(self, job: Job, row: Tensor) -> Job:
+        """A planned job at another row, in which a detector may find another number of boxes."""
+        make_again, objective = job.plan_again, _get_objective(job)
+
+        async def plan_again(other: OtherForwardError) -> Job:
+            if make_again is None:
+                raise other
+            again = await make_again(other)
+            resolved = replace(_get_objective(again), objective=objective.objective)  # with the first row's class
+            return self._make_job(replace(_measure(again, resolved), work_rows=job.work_rows), row)
+
+        follows = make_again is not None and not job.prepared.catalog.sizes_known
+        inputs, again = {**job.inputs, self.name: row}, plan_again if follows else None
+        return replace(job, inputs=inputs, joined=JoinedRows(1), plan_again=again)
 
     def advance(self, answers: Sequence[Answer]) -> list[Job]:
         """Keep a step's results and change the inputs; returns the jobs of the next step, none after the last."""
@@ -135,7 +148,7 @@ async def prepare(engine: Engine, request: ExtractRequest, sent: SentInputs, tic
         work = PlannedWork(engine.admission, handle, count, steps * sum(costs), SMALLER)
         work.check(ticket.deadline)
         ascent = Ascent(starts, asked, axes, spec if asked.pixels else None)
-        measured = [replace(_measure(job, job.plan.objective), work_rows=count) for job in jobs]
+        measured = [replace(_measure(job, _get_objective(job)), work_rows=count) for job in jobs]
         return PreparedOptimisation(request, name, spec, measured, ascent, work)
 
     return await engine.run_in_thread(begin, ticket.deadline)
@@ -166,10 +179,13 @@ def _find_input(asked: Optimisation, model: ModelInfo) -> tuple[str, Point, tupl
     Without axes if it has no such two; without a specification if none is known.
     """
     names = [each.name for each in model.inputs if each.dtype.startswith(("float", "bfloat"))]
-    taps = [tap for tap in list_inputs(model) if tap.info.is_floating and tap.info.is_by_row]
+    taps = [tap for tap in list_inputs(model) if tap.info.is_floating]
     if model.text is not None or not len(names) == len(taps) == 1:
         hint = "ask POST /extract for gradients of a layer that reads them"
         raise SelectorError("ids of texts, and several inputs of floats, can't be optimised", hint=hint)
+    if not taps[0].info.is_by_row:
+        hint = "ask POST /extract for '.:grad_input', and take the steps yourself"
+        raise SelectorError("the first axis of this model's input is not the batch", hint=hint)
     spec = model.model_inputs.preprocess
     spec = spec if isinstance(spec, PreprocessSpec) and not model.model_inputs.takes_plain else None
     info = taps[0].info
@@ -181,10 +197,14 @@ def _find_input(asked: Optimisation, model: ModelInfo) -> tuple[str, Point, tupl
     return names[0], taps[0].point, axes, spec
 
 
-def _measure(job: Job, objective: ResolvedObjective | None) -> Job:
-    """The job with an objective, and with the objective's value beside the gradient; SelectorError."""
-    if objective is None or not objective.info.is_by_row:
-        raise SelectorError("the objective is of a tensor without an entry for each input", hint="name another layer")
+def _get_objective(job: Job) -> ResolvedObjective:
+    if job.plan.objective is None:
+        raise ValueError("the job differentiates nothing")
+    return job.plan.objective
+
+
+def _measure(job: Job, objective: ResolvedObjective) -> Job:
+    """The job with an objective, and with the objective's value beside the gradient."""
     capture = Capture(objective.point, objective.info, Reduction(metric=objective.objective))
     result = Result(OBJECTIVE, capture, job.prepared.catalog.layers[objective.point.layer].type)
     return job.with_plan(results=(job.plan.results[0], result), objective=objective)
@@ -192,7 +212,7 @@ def _measure(job: Job, objective: ResolvedObjective | None) -> Job:
 
 def _keep_class(job: Job, found: Features) -> Job:
     """The job with the class that its first gradient was of, even if a later one scores higher."""
-    objective, classes = job.plan.objective, found.receipts[GRADIENT].classes
-    if objective is None or classes is None:
+    objective, classes = _get_objective(job), found.receipts[GRADIENT].classes
+    if classes is None:
         return job
     return _measure(job, replace(objective, objective=replace(objective.objective, klass=classes[0])))

@@ -20,7 +20,7 @@ from layertap.service.http.query import ALWAYS, read_fields
 from layertap.service.http.receiving import MAX_KEPT, MEDIA, TEXT, Envelope, write_rest
 from layertap.service.inputs.arrays import read_npy, read_npz, read_safetensors
 from layertap.service.inputs.items import ArraysItem, EncodedItem, InputItem, TextItem
-from layertap.service.schemas.bodies import ExtractBody, InputsBody, RequestBody
+from layertap.service.schemas.bodies import DrawnBody, ExtractBody, InputsBody, RequestBody
 from layertap.service.schemas.inputs import OPTIONS, make_readers
 from layertap.service.schemas.validation_errors import validate
 from layertap.service.settings import Settings
@@ -123,11 +123,12 @@ def _make_request(envelope: Envelope, settings: Settings, body: RequestBody) -> 
     dry_run = envelope.query.get_flag("dry_run")
     if dry_run and not isinstance(body, ExtractBody):
         raise RequestError("only an extraction has a dry run", hint="ask POST /extract?dry_run=true")
-    if body.tiles is not None and not envelope.format.is_picture:
+    tiles = body.tiles if isinstance(body, DrawnBody) else None
+    if tiles is not None and not envelope.format.is_picture:
         fault = Fault("the reply is no picture", "ask for one by ?format=png, or leave 'tiles' out", "/tiles")
         raise RequestError.from_faults([fault])
     limits = settings.reply_limits
-    reply = ReplyOptions(body.encoding, body.tiles or TILES, limits.numbers, format=envelope.format, limits=limits)
+    reply = ReplyOptions(body.encoding, tiles or TILES, limits.numbers, format=envelope.format, limits=limits)
     request = ExtractRequest(dry_run=dry_run, reply=reply, **body.request_fields)
     if len(body.inputs) == 1 and request.input_options:  # the input may have several rows
         return replace(request.for_input(0), input_options={})

@@ -31,7 +31,7 @@ UNKNOWN = 2**56 - 1  # the size of a WebM that was written to a pipe
 BORDERS = 2**16  # pixels around a small frame, at most
 FORMATS_HINT = "send a complete MP4, WebM or GIF file: H.264, HEVC, MPEG-4, VP8, VP9 or AV1"
 INSTALL_HINT = 'send its frames as an array; the operator types pip install "layertap[video]"'
-SMALLER_HINT = "send a part of it, smaller, or its frames as an array"
+SMALLER_HINT = "send a part of it, or a smaller one"
 Choose = Callable[[int], Sequence[int]]
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ def decode_video(
         numbers, made, seconds, count = choose(length), list[T](), list[float](), 0
         with _open(name, data, settings) as (container, stream):
             for count, frame in enumerate(container.decode(stream), 1):
-                _check(count, settings.max_video_frames, "frames")
+                check_frames(count, settings)
                 _check(frame.width * frame.height, settings.max_pixels, "pixels a frame")
                 if len(made) < len(numbers) and count - 1 == numbers[len(made)]:
                     pixels = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
@@ -98,7 +98,7 @@ def _count_packets(container: Any, stream: Any, settings: Settings) -> int:
     count, times = 0, [0.0]
     for packet in container.demux(stream):
         count += packet.size > 0
-        _check(count, settings.max_video_frames, "frames")
+        check_frames(count, settings)
         times += [] if packet.pts is None else [float((packet.pts - (stream.start_time or 0)) * packet.time_base)]
         if packet.is_corrupt:
             raise InputError("the video is cut short, or damaged", hint=FORMATS_HINT)
@@ -109,10 +109,38 @@ def _count_packets(container: Any, stream: Any, settings: Settings) -> int:
 def _is_cut(name: str, data: bytes) -> bool:
     """Whether a file ends before the end that it names, where FFmpeg would decode what is there."""
     if name == "gif":
-        return not data.rstrip(b"\0").endswith(b";")
+        return not _has_trailer(data)
     segment = SEGMENT.search(data, 0, HEAD) if name == "matroska" else None
     size = int.from_bytes(segment[1], "big") if segment is not None else UNKNOWN
     return segment is not None and size != UNKNOWN and segment.end() + size > len(data)
+
+
+def _has_trailer(data: bytes) -> bool:
+    """Whether the blocks of a GIF lead to the one that ends it; what follows is ignored, as by every reader."""
+    place = 13 + _measure_colors(data[10:11])
+    while (kind := data[place : place + 1]) not in (b";", b""):
+        if kind == b",":  # a frame: its head, its colours and the size of its codes
+            place += 11 + _measure_colors(data[place + 9 : place + 10])
+        elif kind == b"!":
+            place += 2
+        else:  # no block, which readers pass over
+            place += 1
+            continue
+        while size := data[place : place + 1]:
+            place += 1 + size[0]
+            if size == b"\0":
+                break
+    return kind == b";"
+
+
+def _measure_colors(flags: bytes) -> int:
+    """The bytes of the table of colours behind a head with these flags."""
+    return 3 << ((flags[0] & 7) + 1) if flags and flags[0] & 0x80 else 0
+
+
+def check_frames(count: int, settings: Settings) -> None:
+    """TooLargeError if a video, in whatever form, has more frames than the limit."""
+    _check(count, settings.max_video_frames, "frames")
 
 
 def _check(value: float, limit: float, unit: str) -> None:

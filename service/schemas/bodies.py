@@ -58,6 +58,7 @@ from layertap.service.types import MAX_TILES, Priority
 
 MAX_GENERATED = 128  # tokens: a generation keeps its replica until it ends
 TOKENS = ".[tokens]"  # what a generation gives without ``layers``
+ArrayEncoding = Literal["list", "base64"]
 
 
 class InputsBody(StrictBody):
@@ -76,7 +77,6 @@ class RequestBody(InputsBody):
     isolated: Flag = False
     rate: Rate = None
     priority: Priority = "interactive"
-    tiles: Annotated[int, Field(ge=1, le=MAX_TILES)] | None = None
 
     @cached_property
     def request_fields(self) -> dict[str, Any]:
@@ -100,22 +100,34 @@ class RequestBody(InputsBody):
         }
 
 
+class DrawnBody(RequestBody):
+    """The fields of bodies whose results may be drawn as sheets."""
+
+    tiles: Annotated[int, Field(ge=1, le=MAX_TILES)] | None = None
+
+
 class ChangingBody(RequestBody):
-    """The fields of bodies that change values, and take texts."""
+    """The fields of bodies that change values."""
 
     interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = Field([])
+
+    def _read_request(self) -> dict[str, Any]:
+        return {
+            "interventions": read_entries(self.interventions, "interventions", _read_shared),
+            **super()._read_request(),
+        }
+
+
+class TextsBody(ChangingBody, DrawnBody):
+    """The fields of bodies that change values, and take texts."""
+
     prompt: str | None = Field(None, max_length=MAX_TEXT, description="for texts: a prompt of the model, by name")
     truncate: Truncate | None = Field(
         None, description="Which end of a text that is too long is cut; with none it is refused."
     )
 
     def _read_request(self) -> dict[str, Any]:
-        return {
-            "interventions": read_entries(self.interventions, "interventions", _read_shared),
-            "prompt": self.prompt,
-            "truncate": self.truncate,
-            **super()._read_request(),
-        }
+        return {"prompt": self.prompt, "truncate": self.truncate, **super()._read_request()}
 
 
 class GenerateBody(StrictBody):
@@ -143,7 +155,7 @@ class GenerateBody(StrictBody):
         return Generation(self.steps, stop=self.stop, **default | options)
 
 
-class LayersBody(ChangingBody):
+class LayersBody(TextsBody):
     """The fields of bodies that ask for layers of all inputs."""
 
     # The document shows no default: without ``layers``, the model's embedding; an empty list is an error.
@@ -241,9 +253,10 @@ SomeBaseline = Annotated[
 ]
 
 
-class ExplainBody(RequestBody):
+class ExplainBody(DrawnBody):
     """The body of ``POST /explain``."""
 
+    encoding: ArrayEncoding = "list"  # no map is a vector
     method: Methods
     layer: str | None = Field(
         None,
@@ -301,7 +314,7 @@ Values = Annotated[
 ]
 
 
-class SweepBody(ChangingBody, OperationBody):
+class SweepBody(TextsBody, OperationBody):
     """The body of ``POST /sweep``: one edit, tried at each layer and at ``each`` index there, one at a time.
 
     ``values`` replace the edit's own number, one at a time. ``objective`` is the metric.
@@ -407,6 +420,7 @@ class OptimiseBody(ChangingBody):
     clamp: tuple[Number, Number] | None = Field(None, description="least and largest value; with pixels 0 and 1")
     epsilon: Weight | None = Field(None, description="the largest difference from the input that was sent")
     pixels: Flag = False
+    encoding: ArrayEncoding = "list"
 
     def _read_request(self) -> dict[str, Any]:
         settings = {each.name: getattr(self, each.name) for each in fields(Optimisation)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -28,15 +28,21 @@ def validate(kind: type[B], value: Any, where: str = "") -> B:
             error.errors(include_url=False, include_context=False),
             where,
             with_hints=issubclass(kind, (InputsBody, LayerBody)),
+            kind=kind,
         )
         detail = f"{faults[0].pointer}: {faults[0].detail}" if faults[0].pointer else faults[0].detail
         raise RequestError(detail, faults=faults) from None
 
 
-def convert_errors(errors: Iterable[ErrorDetails], where: str = "", *, with_hints: bool = True) -> tuple[Fault, ...]:
-    """Pydantic's errors as faults: where and what, never the input; hints are for the fields of our own routes."""
+def convert_errors(
+    errors: Iterable[ErrorDetails], where: str = "", *, with_hints: bool = True, kind: type[BaseModel] | None = None
+) -> tuple[Fault, ...]:
+    """Pydantic's errors as faults: where and what, never the input; hints are for the fields of our own routes.
+
+    ``kind``: the body that they are of, if it is one.
+    """
     return tuple(
-        Fault(_get_message(each), _get_hint(each) if with_hints else "", where + _make_pointer(each["loc"]))
+        Fault(_get_message(each), _get_hint(each, kind) if with_hints else "", where + _make_pointer(each["loc"]))
         for each in errors
     )
 
@@ -49,14 +55,35 @@ def _get_message(error: ErrorDetails) -> str:
     return str(error["msg"])[:400].replace("Tuple", "List").replace("valid tuple", "valid list")  # JSON's word
 
 
-def _get_hint(error: ErrorDetails) -> str:
+def _get_hint(error: ErrorDetails, kind: type[BaseModel] | None) -> str:
     names = [part for part in error["loc"] if isinstance(part, str)]
     if not names:
         return ""
     if error["type"] == "extra_forbidden":
         # It may be known elsewhere, but is refused here.
-        return ELSEWHERE.get(names[-1]) or suggest(find_nearest(names[-1], sorted(FIELDS - {names[-1]})))
+        known = sorted(_list_names(_find_objects(names[:-1], kind))), sorted(FIELDS - {names[-1]})
+        near = next(filter(None, (find_nearest(names[-1], each) for each in known)), ())
+        return ELSEWHERE.get(names[-1]) or suggest(near)
     return suggest(_find_meant(error)) or HINTS.get(names[-1], "")
+
+
+def _find_objects(path: Iterable[str], kind: type[BaseModel] | None) -> list[type[BaseModel]]:
+    """The objects that a body may have at a path, which may also name what pydantic tried there."""
+    objects = [kind] if kind is not None else []
+    for part in path:
+        fields = [field for each in objects for name, field in each.model_fields.items() if part in (name, field.alias)]
+        objects = [each for field in fields for each in _list_objects(field.annotation)] or objects
+    return objects
+
+
+def _list_objects(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [each for part in get_args(annotation) for each in _list_objects(part)]
+
+
+def _list_names(models: Iterable[type[BaseModel]]) -> set[str]:
+    return {field.alias or name for model in models for name, field in model.model_fields.items()}
 
 
 def _find_meant(error: ErrorDetails) -> tuple[str, ...]:
@@ -74,11 +101,7 @@ def _make_pointer(loc: tuple[int | str, ...]) -> str:
     return "".join(f"/{part}" for part in parts)[:200]
 
 
-FIELDS = {
-    field.alias or name
-    for model in (ExtractBody, ExplainBody, LayerBody, InputBody, TensorBody, InterventionBody, ObjectiveBody)
-    for name, field in model.model_fields.items()
-}
+FIELDS = _list_names((ExtractBody, ExplainBody, LayerBody, InputBody, TensorBody, InterventionBody, ObjectiveBody))
 SYNONYMS = {"avg": "mean", "average": "mean", "gap": "mean"}  # what other libraries call a value
 QUOTED = re.compile(r"'(\w+)'")
 ELSEWHERE = {  # fields that are known, but in another place

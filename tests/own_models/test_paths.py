@@ -65,6 +65,23 @@ def test_every_forward_counts_its_calls(asker: Asker, net: str) -> None:
         assert receipt.get("call", len(calls) - 1) == len(calls) - 1
 
 
+def test_calls_by_number(asker: Asker) -> None:
+    """A call that this forward makes is there under its key, though the survey's forward made fewer; others are not."""
+    calls = hook(make("Loop"), "block", HIGH)
+    for text, right in (("block#4", calls[4]), ("block#2", calls[2]), ("block#-5", calls[0]), ("block#-3", calls[2])):
+        close(asker.extract("Loop", [HIGH], [text]), text, right)
+    both = asker.extract("Loop", [HIGH], ["block#3", "block#*"])
+    assert list(both.features) == ["block#3", *(f"block#{number}" for number in (0, 1, 2, 4))]
+    zeroed = asker.extract("Loop", [HIGH], ["."], interventions=[{"layer": "block#3", "op": "zero"}])
+    turns = iter(range(5))
+    right = run(make("Loop"), HIGH, block=lambda part, args, output: output * 0 if next(turns) == 3 else None)
+    close(zeroed, ".", right)
+    for x, text, runs in ((LOW, "block#4", 2), (HIGH, "block#5", 5), (HIGH, "block#2000", 2)):
+        reply = asker.extract("Loop", [x], [text])
+        assert reply.status == 422
+        assert f"layer 'block' runs {runs} times" in reply.problem
+
+
 def test_inputs_of_one_request_go_their_own_ways(asker: Asker) -> None:
     """Inputs whose forwards make two and five calls share the last one's array; the others are given by input."""
     reply = asker.extract("Loop", [LOW, HIGH, LOW], ["block", "block.0#*", "."])

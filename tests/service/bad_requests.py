@@ -113,6 +113,19 @@ BAD: dict[str, Case] = {
     # 422: fields
     "not an object": Case(422, {"json": []}, says="object"),
     "unknown field": Case(422, body(laiers=1), pointer="/laiers", says="'laiers'"),
+    "unknown field of a generation": Case(
+        422, body(generate={"steps": 2, "temprature": 0.5}), pointer="/generate/temprature", says="'temperature'"
+    ),
+    "unknown field of a sweep": Case(
+        422, body(op="zero", vallues=[1]), pointer="/vallues", says="'values'", path="/sweep"
+    ),
+    "unknown field of another model": Case(
+        422,
+        body(**{"with": {"modle": "m", "layers": ["pool"]}}),
+        pointer="/with/modle",
+        says="'model'",
+        path="/compare",
+    ),
     "a field with a slash": Case(422, body(**{"a/b~c": 1}), pointer="/a~1b~0c"),
     "wrong pool": Case(422, body(pool="median"), pointer="/pool", says="'gem'"),
     "another library's pool": Case(422, body(pool="avg"), pointer="/pool", says="did you mean 'mean'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -116,6 +117,67 @@ def test_box_that_is_not_there(live: Live) -> None:
     for number in (EMPTY, FULL):
         sent = {"inputs": [tensor(PICTURES[number].numpy())]}
         assert "'channel'" in problem(live.client.post("/extract", json={**body, **sent}), 422)["detail"]
+
+
+def climb(picture: Tensor, box: int | None, steps: int) -> tuple[Array, list[float], set[int]]:
+    """A loop as people write it: the last picture, the objective at each step, and how many boxes steps found."""
+    detector, curve, counts = build(), list[float](), set[int]()
+    for _ in range(steps):
+        picture = picture.detach().requires_grad_()
+        scores = detector([picture])[0]["scores"]
+        value = scores.sum() if box is None else scores[box]
+        (slope,) = torch.autograd.grad(value, picture)
+        curve, counts = [*curve, value.item()], counts | {len(scores)}
+        picture = picture + 0.05 * slope / slope.abs().mean()
+    scores = detector([picture])[0]["scores"].detach()
+    return picture.detach().numpy(), [*curve, float(scores.sum() if box is None else scores[box])], counts
+
+
+@pytest.mark.parametrize("box", [None, 0])
+def test_optimise(live: Live, box: int | None) -> None:
+    """Steps that raise a box's score, or the sum of all, follow the boxes that each finds."""
+    kind = {"kind": "sum"} if box is None else {"kind": "layer", "channel": box}
+    body: Json = {"model": "rcnn", "steps": 3, "learning_rate": 0.05, "rule": "scaled", "encoding": "base64"}
+    body |= {
+        "objective": {**kind, "layer": ".[0][scores]"},
+        "inputs": [tensor(PICTURES[each].numpy()) for each in (1, 4)],
+    }
+    found = arrays_of(live.client.post("/optimise", json=body))
+    for row, number in enumerate((1, 4)):
+        picture, curve, counts = climb(PICTURES[number], box, 3)
+        assert len(counts) > 1
+        assert curve[-1] > curve[0]
+        np.testing.assert_allclose(found["objective"][row], curve, rtol=1e-4)
+        np.testing.assert_allclose(found[f"input.input{row}"][0], picture, atol=1e-3)
+
+
+def test_optimised_box_that_vanishes(live: Live) -> None:
+    """A step that leaves a picture without the box ends the optimisation, and says so."""
+    body: Json = {"model": "rcnn", "steps": 3, "learning_rate": 0.02, "rule": "sign"}
+    body |= {
+        "objective": {"kind": "layer", "layer": ".[0][scores]", "channel": 1},
+        "inputs": [tensor(PICTURES[5].numpy())],
+    }
+    assert "'channel'" in problem(live.client.post("/optimise", json=body), 422)["detail"]
+
+
+def test_boxes_are_no_classes(live: Live) -> None:
+    """A map needs the score of a box as its objective, which the hint is; nothing names boxes as the best classes."""
+    body: Json = {"model": "rcnn", "method": "grad_cam", "inputs": [tensor(PICTURES[0].numpy())]}
+    for objective in ({}, {"class": 1}, {"kind": "probability", "layer": ".[0][scores]"}):
+        refused = problem(live.client.post("/explain", json=body | {"objective": objective}), 422)
+        assert "has as many entries as an input has boxes" in refused["detail"]
+    hint = json.loads(refused["hint"][refused["hint"].index("{") : refused["hint"].index("}") + 1])
+    reply = live.client.post("/explain", json=body | {"objective": hint | {"channel": 1}, "encoding": "base64"})
+    assert "top_classes" not in reply.json()
+
+    detector, seen = build(), list[Tensor]()
+    detector.backbone.register_forward_hook(lambda _, args, out: seen.append(out))
+    score = detector([PICTURES[0]])[0]["scores"][1]
+    values = seen[0][0]
+    (slope,) = torch.autograd.grad(score, seen[0])
+    expected = (slope[0].mean((1, 2))[:, None, None] * values).sum(0).clamp_min(0).detach().numpy()
+    np.testing.assert_allclose(arrays_of(reply)["grad_cam"][0], expected, rtol=1e-3, atol=1e-6 * expected.max())
 
 
 REFUSED: dict[str, Json] = {

@@ -49,7 +49,9 @@ def nets(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Net
     gpt2 = ModelSpec("gpt2", f"transformers:{folder}", device="cpu")
     resnet = ModelSpec("resnet", "python:tests.nets:resnet", inputs=(InputSpec("x", (3, 32, 32)),), preprocess="none")
     rows = [net(name, "Gated", InputSpec("x", (4,), name)) for name in ("float16", "float64")]
-    with serve(configured(gpt2, resnet, net("rows", "Gated"), *rows, load="startup")) as live:
+    series = InputSpec("x", (5, 4), batch_axis=1)
+    time_first = net("time_first", "make", series, module="tests.own_models.batch_nets", args={"name": "time_first"})
+    with serve(configured(gpt2, resnet, net("rows", "Gated"), *rows, time_first, load="startup")) as live:
         yield Nets(live, copy_digits(live))
 
 
@@ -328,6 +330,14 @@ REFUSED: dict[str, tuple[Json, int, str]] = {
         422,
         "would change with each step",
     ),
+    "rows on another axis": (
+        {"model": "time_first", "objective": {"kind": "sum"}, "inputs": [tensor(np.zeros((5, 4), np.float32))]},
+        422,
+        "first axis",
+    ),
+    "sparse rows": ({"encoding": "sparse"}, 422, "/encoding"),
+    "tiles of no sheet": ({"tiles": 4}, 422, "/tiles"),
+    "a prompt of no text": ({"prompt": "query"}, 422, "/prompt"),
     "too many steps": ({"steps": 513}, 422, "512"),
     "too many inputs for the steps": ({"steps": 512, "inputs": INPUTS * 20}, 413, "fewer 'steps'"),
 }

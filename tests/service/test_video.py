@@ -192,6 +192,13 @@ def test_files(live: Live, folders: Folders, kind: str, codec: str) -> None:
     close(arrays_of(ask(live, video(data)))[HIDDEN], folders.hidden(load(data)))
 
 
+@pytest.mark.parametrize("rest", [b"\n", b"\0\0", b"more of a file"])
+def test_gif_and_more(live: Live, folders: Folders, rest: bytes) -> None:
+    """What comes behind the end of a GIF is ignored, as by PyAV and Pillow."""
+    data = encode(draw(21), "gif", codec="gif")
+    close(arrays_of(ask(live, video(data + rest)))[HIDDEN], folders.hidden(load(data)))
+
+
 def test_turned(live: Live, folders: Folders) -> None:
     """A video that was recorded with the camera on its side is turned upright."""
     place = MP4.index(b"tkhd") + 4 + 40  # the matrix: a quarter turn clockwise, as cameras write it
@@ -287,6 +294,8 @@ BAD: dict[str, tuple[Callable[[], Json], int, str]] = {
     "cut fragments": (lambda: video(FRAGMENTS[:-800]), 422, "cut short"),
     "a cut WebM": (lambda: video(encode(draw(21), "webm")[:-300]), 422, "cut short"),
     "a cut GIF": (lambda: video(encode(draw(21), "gif")[:-300]), 422, "cut short"),
+    "a GIF cut behind a semicolon": (lambda: video(encode(draw(21), "gif")[:-300] + b";"), 422, "cut short"),
+    "a GIF without its end": (lambda: video(encode(draw(21), "gif")[:-1]), 422, "cut short"),
     "a claim of many frames": (lambda: video(patch(MP4, b"stsz", 4, 1, 10**8)), 422, "0 frames"),
     "a claim of more fragments": (lambda: video(patch(FRAGMENTS, b"trun", 4, 4 * 10**8)), 422, "can't be decoded"),
     "few frames": (lambda: video(encode(draw(3))), 422, "3 frames, and the model takes 4"),
@@ -297,6 +306,12 @@ BAD: dict[str, tuple[Callable[[], Json], int, str]] = {
     "samples": (lambda: {**tensor(np.zeros(800, np.float32)), "rate": 8000}, 422, "takes no sounds"),
     "seconds": (lambda: video(encode(draw(21), rate=2)), 413, "10.5 s, the limit is 5"),
     "frames": (lambda: video(encode(draw(45))), 413, "41 frames, the limit is 40"),
+    "frames of an array": (lambda: tensor(np.zeros((41, 8, 8, 3), np.uint8)), 413, "41 frames, the limit is 40"),
+    "frames of a list": (
+        lambda: {"images": [text64(encode_picture(draw(1)[0]))] * 41},
+        413,
+        "41 frames, the limit is 40",
+    ),
     "pixels": (lambda: video(encode(draw(4, size=(400, 300)))), 413, "120000 pixels"),
     "pixels that a head hides": (
         lambda: video(patch(encode(draw(4, size=(400, 300))), b"mp4v", 24, 0x00400030)),

@@ -153,7 +153,7 @@ def test_keys_of_sites(live: Live) -> None:
     [
         (["head#0:grad_weight"], {}, "of all of its calls together"),
         (["head[gain]:grad_weight"], {}, "paths here: [weight], [bias]"),
-        (["block2.relu:grad_weight"], {}, "no floating parameter of its own"),
+        (["block2.relu:grad_weight"], {}, "itself has no floating parameter"),
         (["block2/add#0:grad_weight"], {}, "one of layers"),
         (
             ["head:grad_weight"],

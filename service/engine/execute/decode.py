@@ -49,7 +49,7 @@ from layertap.service.inputs.items import (
     TokensItem,
 )
 from layertap.service.inputs.sounds import decode_sound, fit_sound, read_samples
-from layertap.service.inputs.videos import decode_video
+from layertap.service.inputs.videos import check_frames, decode_video
 from layertap.service.settings import Settings
 
 CHARACTERS = 16  # of a text, for each token that a model takes: bounds the time of the tokenizer
@@ -195,16 +195,20 @@ def make_video_row(item: EncodedItem | FramesItem | Array, inputs: ModelInputs, 
         _check_picture(processor.of_frame, settings, image.width, image.height)
         return processor.make_frame(image)
 
+    def choose(length: int) -> list[int]:
+        check_frames(length, settings)
+        return processor.choose_frames(length)
+
     seconds: Sequence[float] = ()
     if isinstance(item, EncodedItem):
-        made, numbers, seconds = decode_video(item.data, processor.choose_frames, make, settings)
+        made, numbers, seconds = decode_video(item.data, choose, make, settings)
     elif isinstance(item, FramesItem):
-        numbers = processor.choose_frames(len(item.frames))
+        numbers = choose(len(item.frames))
         files = [item.frames[number].data for number in numbers]
         decode = partial(decode_image, max_pixels=settings.max_pixels, background=processor.of_frame.background)
         made = [make(decode(data).image) for data in files]
     else:
-        numbers = processor.choose_frames(len(item))
+        numbers = choose(len(item))
         made = [make(Image.fromarray(np.ascontiguousarray(item[number]))) for number in numbers]
     row = processor.join_frames(made)[None]
     return CutRows({inputs.specs[0].name: row}, origin=Origin(0, tuple(numbers), tuple(seconds)))

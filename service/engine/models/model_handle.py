@@ -420,7 +420,7 @@ class ModelHandle:
                 keep(found)
             return found
 
-        return await self._surveys.ask(key, find_or_survey, deadline)
+        return await self._surveys.ask(key, find_or_survey, deadline, bounded=math.isfinite(seconds))
 
     def _end_loading(self) -> None:
         if self._life is not None:

@@ -18,6 +18,7 @@ from layertap.models.inputs.generation import FEW_STEPS
 from layertap.models.inputs.model_inputs import ModelInputs, TextSpec
 from layertap.models.lru_cache import LRUCache
 from layertap.models.plan.embedding import find_embedding, reduce_embedding
+from layertap.models.plan.matches import add_named_calls
 from layertap.models.plan.options import TextLengths, measure_lengths
 from layertap.models.plan.plan import Plan, Result
 from layertap.models.plan.planner import make_plan
@@ -44,6 +45,7 @@ from layertap.service.engine.limits import (
     check_reply_size,
     check_results,
     limit_survey,
+    measure_growth,
     show_shapes,
     survey_error,
 )
@@ -53,12 +55,14 @@ from layertap.service.engine.prepare.resumed_rows import find_input_shapes, find
 from layertap.service.engine.request import MAX_LAYERS, ExtractRequest, SentInputs
 from layertap.service.engine.rows import Rows, get_row_shapes
 from layertap.service.engine.short_work import run_if_long
+from layertap.service.errors import UnavailableError
 from layertap.service.inputs.items import ArraysItem, InputItem, TextItem
 from layertap.service.schemas.base import read_field
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
 SMALL = 8  # pixels or tokens: axes no longer than this may have that size for any input
+BUSY_RETRY_S = 5.0
 GROWTH = 0.75  # of the growth of a row: borders and rounding take some of it
 
 
@@ -236,6 +240,7 @@ class Planner:
             await self._complete(planned, lengths, deadline)
         if request.resume is None:
             catalog = await self.survey(handle, model_shapes, deadline, functions=needs_functions(request))
+            catalog = add_named_calls(request.list_selectors(), catalog)
             return replace(planned, catalog=catalog, catalog_shapes=shapes)
         resumption = await self._resume(request.resume, handle, model_shapes, deadline)
         if text is None and (resumption.takes.shape,) != shapes:
@@ -280,6 +285,9 @@ class Planner:
         try:
             return await handle.survey(shapes, deadline, functions=functions, seconds=limit, base=base)
         except OverdueError:
+            if measure_growth(handle.model, shapes) <= 1:
+                detail = f"model {handle.name} was not surveyed within {limit:.3g} s: the machine is busy"
+                raise UnavailableError(detail, retry_after=BUSY_RETRY_S) from None
             reason = f"takes more than {limit:.3g} s to get to know, far more than expected"
             raise survey_error(handle.model.model_inputs.for_shapes(shapes), reason) from None
         except InputError as error:
@@ -320,7 +328,8 @@ class Planner:
         if rows.uniform or tower.text is not None:
             known = model.catalogs.get_catalog(shapes) is not None
             if known or request.generate or _names_unseen_calls(request, model.get_catalog(tower)):
-                return await self.survey(handle, shapes, deadline, functions=functions), shapes
+                catalog = await self.survey(handle, shapes, deadline, functions=functions)
+                return add_named_calls(request.list_selectors(), catalog), shapes
         if functions:
             await self.survey(handle, tower.shapes, deadline, functions=True)
         return model.get_catalog(tower).unsized, None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 
+import pytest
 import torch
 from torch import nn
 
@@ -68,3 +72,32 @@ def test_none_while_another_draws() -> None:
         assert waits.wait(60)
         goes_on.set()
     waiting.result()
+
+
+TWO_LOADS = """
+import sys
+from threading import Thread
+from layertap.models.sources.build import build_model
+from layertap.models.spec import InputSpec, ModelSpec
+
+def load_second():
+    while "torchvision" not in sys.modules:
+        pass
+    inputs = (InputSpec("images", (3, 64, 80), as_list=True),)
+    build_model(ModelSpec("second", "python:tests.service.detection_nets:build", weights="DEFAULT", inputs=inputs))
+    print("second")
+
+second = Thread(target=load_second)
+second.start()
+build_model(ModelSpec("first", "torchvision:resnet18", weights="random:0"))
+print("first")
+second.join()
+"""
+
+
+@pytest.mark.slow
+def test_no_library_is_met_half_imported() -> None:
+    """A model whose code begins with a part of torchvision loads while another thread imports the whole."""
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", TWO_LOADS], cwd=root, capture_output=True, text=True)
+    assert sorted(done.stdout.split()) == ["first", "second"], done.stderr

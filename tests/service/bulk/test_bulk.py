@@ -201,6 +201,8 @@ REDUCE = ("{folder}", "--layers", "head", "--out", "o", "--reduce")
 MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "no source": (("nowhere", "--out", "o.parquet"), "there is nothing at nowhere"),
     "no such layer": (("{folder}", "--layers", "block9", "--out", "o.parquet"), "did you mean 'block"),
+    "a list of no layers": (("{folder}", "--layers", "[]", "--out", "o.parquet"), "--layers names no layer"),
+    "commas alone": (("{folder}", "--layers", ",", "--out", "o.parquet"), "--layers names no layer"),
     "a map in Parquet": (("{folder}", "--layers", "block1", "--out", "o.parquet"), "--pool mean"),
     "no such model": (("{folder}", "--model", "digit", "--out", "o.parquet"), "did you mean 'digits'"),
     "a table that is none": (("broken.parquet", "--out", "o.parquet"), "broken.parquet can't be read"),

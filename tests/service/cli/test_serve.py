@@ -32,6 +32,8 @@ from tests.service.support import Json
         ({"LAYERTAP_TLS_CERT": "no.pem", "LAYERTAP_TLS_KEY": "no.key"}, (), "LAYERTAP_TLS_KEY: No such file"),
         ({"LAYERTAP_TLS_CERT": os.devnull, "LAYERTAP_TLS_KEY": os.devnull}, (), "a chain of certificates"),
         ({"LAYERTAP_TRUSTED_PROXIES": "127.0.0.1"}, (), "this server has no keys: set LAYERTAP_API_KEYS"),
+        ({"LAYERTAP_MAX_QUEUE_BYTES": "16MiB"}, (), "holds no body of LAYERTAP_MAX_BODY_BYTES, 33554432"),
+        ({"LAYERTAP_MAX_BODY_BYTES": "2GiB"}, (), "LAYERTAP_MAX_QUEUE_BYTES, 1073741824"),
         ({"LAYERTAP_UDS": "nowhere/socket"}, (), "'nowhere/socket' can't be listened on: No such file"),
     ],
 )

@@ -30,7 +30,7 @@ from tests.service.gated_server import (
     wait_until,
 )
 from tests.service.nets_http import Gated
-from tests.service.support import net, npy, problem, raw
+from tests.service.support import Json, net, npy, problem, raw, tensor
 from tests.service.survey_nets import MAPS, SIDE
 
 NPY = "application/x-npy"
@@ -91,6 +91,39 @@ def test_shared_until_the_last_has_gone() -> None:
         work.begun.clear()
         await ask_and_leave(surveys, "a", work.run, work.begun)
         assert (work.times, work.ended) == (2, True)
+
+    asyncio.run(run())
+
+
+def test_kept_for_the_next_try() -> None:
+    """A survey that ends by itself goes on when the deadline of its last caller passes, but not when that has gone."""
+
+    async def run() -> None:
+        surveys, work = Surveys(), Work()
+        late = asyncio.ensure_future(surveys.ask("a", work.run, time.monotonic() + 0.01, bounded=True))
+        await work.begun.wait()
+        with pytest.raises(DeadlineError):
+            await late
+        again = asyncio.ensure_future(surveys.ask("a", work.run, math.inf, bounded=True))
+        await asyncio.sleep(0)
+        work.gate.set()
+        assert await again == work.times == 1
+        for deadline, ended in ((time.monotonic() + 0.01, False), (math.inf, True)):
+            left = Work()
+            caller = asyncio.ensure_future(surveys.ask("b", left.run, deadline, bounded=True))
+            await left.begun.wait()
+            if ended:
+                caller.cancel()
+            await asyncio.wait([caller])
+            left.gate.set()
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+            await asyncio.sleep(0)  # for what follows their ends
+            assert not surveys._surveys
+            assert left.ended == ended
+        work.gate.clear()
+        with pytest.raises(DeadlineError):
+            await surveys.ask("c", work.run, time.monotonic() + 0.01)
+        assert not surveys._surveys
 
     asyncio.run(run())
 
@@ -221,3 +254,14 @@ def test_takes_too_long(shared: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["detail"] == "an input of this shape takes more than 0 s to get to know, far more than expected"
     monkeypatch.undo()
     wait_until(lambda: post_maps(shared, "one", SIDE + 3).status_code == 200)
+
+
+def test_a_busy_machine(shared: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A survey of the model's own shape that takes too long is no fault of the shape: the client comes again."""
+    monkeypatch.setattr(planner, "limit_survey", lambda *_: 0.0)
+    body: Json = {"model": "other", "layers": ["late"], "inputs": [tensor(np.ones((1, SIDE, SIDE), np.float32))]}
+    body["interventions"] = [{"layer": "late:input", "op": "zero"}]
+    found = problem(shared.client.post("/extract", json=body), 503, seconds=True)
+    assert found["detail"] == "model other was not surveyed within 0 s: the machine is busy"
+    monkeypatch.undo()
+    assert shared.client.post("/extract", json=body).status_code == 200
