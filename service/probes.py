@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,8 +68,9 @@ def parse_probe(entry: object) -> Probe | None:
     if entry is None:
         return None
     fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    kind, values = fields.get("input"), fields.get("values")
-    if kind not in ("picture", "text", "tokens", "tensors") or not isinstance(values, str):
+    values, kinds = fields.get("values"), get_args(ProbeInput)
+    kind: ProbeInput | None = next((each for each in kinds if each == fields.get("input")), None)
+    if kind is None or not isinstance(values, str):
         raise LayertapError("this is no probe: it needs 'input' and 'values'")
     return Probe(kind, values)
 

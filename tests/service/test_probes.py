@@ -135,9 +135,16 @@ def test_never_the_same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", [7, {}, {"input": "picture"}, {"input": "sound", "values": "AAAA"}, {"input": "text", "values": "§"}]
+    "entry", [7, {}, {"input": "picture"}, {"input": "smell", "values": "AAAA"}, {"input": "text", "values": "§"}]
 )
 def test_no_probes(entry: object) -> None:
     """What is no probe is said to be none."""
     with pytest.raises(LayertapError, match="this is no probe"):
         parse_probe(entry).read_values()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["picture", "sound", "video", "text", "tokens", "tensors"])
+def test_a_probe_is_read_again(kind: Any) -> None:
+    """An index holds probes of every kind of input that has one."""
+    probe = Probe.of(kind, RESULT)
+    assert parse_probe({"input": kind, "values": probe.values}) == probe
