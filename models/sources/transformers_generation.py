@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layertap.models.errors import OtherForwardError
 from layertap.models.hooks.attention import disable_observers
 from layertap.models.inputs.generation import GENERATE, read_row
 from layertap.models.sources.checkpoints import LOCAL
@@ -45,34 +47,45 @@ def let_generate(library: Any, module: Any, folder: Path) -> tuple[int, ...] | N
 
 
 def _generate(run: Callable[..., Any], rows: Mapping[str, Tensor], last_only: bool) -> dict[str, Tensor]:
-    """The tokens after a text (1, steps), NO_TOKEN behind the end, and the logits of each (1, steps, vocabulary).
+    """The tokens after texts (N, steps), NO_TOKEN behind the end, and the logits of each (N, steps, vocabulary).
 
-    ``run`` calls the model, of which hooks see its layers, once for each token. ValueError for several texts.
+    ``run`` calls the model, of which hooks see its layers, once for a token of each. OtherForwardError if texts
+    end at different steps: one alone has fewer calls.
     """
     ids, mask = rows[IDS], rows.get(MASK)
-    if len(ids) > 1:
-        raise ValueError("texts are continued one at a time")
-    generation = read_row(rows[GENERATE][0])
-    choose, stop = _make_choice(generation), generation.stop or ()
+    with _unobserved():  # neither this nor to choose is a part of the model, and each row does it for itself
+        generations = [read_row(row) for row in rows[GENERATE]]
+    choices, steps = [_make_choice(each) for each in generations], generations[0].steps
     cache, tokens, logits = None, list[Tensor](), list[Tensor]()
     kept = {LAST_ONLY: 1} if last_only else {}  # as the library generates: no other logits of a text are computed
-    for _ in range(generation.steps):
+    for _ in range(steps):
         masks = {MASK: mask} if mask is not None else {}
         output = run(**{IDS: ids, CACHE: cache, "use_cache": True, "return_dict": True, **masks, **kept})
         cache, scores = output[CACHE], output["logits"][:, -1].float()
-        with disable_observers():  # to choose is no part of the model: it would tell of axes what is not so
-            token = choose(scores)
-        ids = torch.full_like(ids[:, -1:], token)
+        ids = torch.zeros_like(ids[:, -1:])
+        with _unobserved():
+            chosen = [choose(scores[row : row + 1]) for row, choose in enumerate(choices)]
+            ids.copy_(torch.tensor(chosen)[:, None])
         mask = None if mask is None else torch.cat([mask, torch.ones_like(ids)], 1)
         tokens.append(ids)
         logits.append(scores)
-        if token in stop:
+        ended = {token in (each.stop or ()) for token, each in zip(chosen, generations, strict=True)}
+        if len(ended) > 1:
+            raise OtherForwardError("these texts end at different steps", hint="send each alone")
+        if True in ended:
             break
-    missing = generation.steps - len(tokens)
+    missing = steps - len(tokens)
     return {
         "tokens": torch.cat([*tokens, *[torch.full_like(ids, NO_TOKEN)] * missing], 1),
         "logits": torch.stack([*logits, *[torch.zeros_like(logits[0])] * missing], 1),
     }
+
+
+@contextmanager
+def _unobserved() -> Iterator[None]:
+    """Nothing that watches a forward sees the block's operations."""
+    with disable_observers(), torch._C.DisableTorchFunction():
+        yield
 
 
 def _make_choice(generation: Generation) -> Callable[[Tensor], int]:

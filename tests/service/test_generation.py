@@ -221,6 +221,25 @@ def test_stop(writers: Writers, layers: list[str] | None) -> None:
     assert own == expected + [-1] * (30 - len(expected))
 
 
+def test_company(writers: Writers) -> None:
+    """Texts of one length share forwards; where they end at different steps each has what it has alone."""
+    prompts = [PROMPTS[0], [4, 11, 5, 6, 7], [9, 8, 7, 6, 5]]
+    free = [run(writers.modules["llama"], ids, "model.layers.1") for ids in prompts]
+    end = free[0]["tokens"][2]
+    for stop in ([], [end]):
+        generate = {"steps": STEPS, "stop": stop}
+        body = {"layers": [".[tokens]", "model.layers.1#1"], "generate": generate, "model": "llama"}
+        inputs = [{"tokens": ids} for ids in prompts]
+        reply = writers.live.client.post("/extract", json={**body, "inputs": inputs}).json()
+        found = reply["features"]
+        for row, (each, tokens) in enumerate(zip(free, found[".[tokens]"]["data"], strict=True)):
+            length = each["tokens"].index(end) + 1 if stop and end in each["tokens"] else STEPS
+            assert tokens == each["tokens"][:length] + [-1] * (STEPS - length)
+            values = found["model.layers.1#1"]["data"][row]
+            np.testing.assert_allclose(values, each["seen"]["model.layers.1"][1][0], atol=1e-5)
+        assert "rows_per_forward" not in reply["receipts"][".[tokens]"]  # they need not run one by one
+
+
 def test_chat(writers: Writers) -> None:
     """Messages are written by the folder's template, and what is generated comes as text too."""
     messages = [{"role": "cat", "content": "sat on"}, {"role": "dog", "content": "saw"}]
