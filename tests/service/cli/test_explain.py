@@ -10,7 +10,7 @@ import pytest
 import typer.main
 
 from layertap.service.cli.main import app
-from layertap.service.schemas.bodies import ExplainBody, RequestBody
+from layertap.service.schemas.bodies import DrawnBody, ExplainBody
 from tests.server import Live
 from tests.service.cli.commands import Command
 
@@ -56,7 +56,7 @@ def test_options(command: Command, live: Live, pictures: list[Path], tmp_path: P
 
 def test_every_field_has_an_option() -> None:
     """What is special to explanations can be said on the command line."""
-    special = ExplainBody.model_fields.keys() - RequestBody.model_fields.keys()
+    special = ExplainBody.model_fields.keys() - DrawnBody.model_fields.keys()
     parameters = typer.main.get_command(app).commands["explain"].params  # type: ignore[attr-defined]
     named = {option for each in parameters for option in each.opts}
     assert {f"--{name.replace('_', '-')}" for name in special} <= named
