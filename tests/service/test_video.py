@@ -5,17 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import av
 import httpx
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -33,13 +29,13 @@ from tests.oracle import Key
 from tests.server import Live
 from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
+from tests.service.media import HIDDEN, check_bulk, check_values, close, serving_files
 from tests.service.support import Array, Json, arrays_of, configured, npy, problem, raw, tensor, text64
 from tests.service.support import encode as encode_picture
 from tests.video_folders import KINDS, Frames, choose, draw, encode, load, make_features, run
 
 SERVED = ("videomae", "xclip")
 ALL_LAYERS = {"layers": "*,.", "encoding": "base64"}
-HIDDEN = ".[last_hidden_state]"
 MP4, FILE = encode(draw(21)), "clip.mp4"
 LIMITS: dict[str, Any] = {"max_video_s": 5.0, "max_video_frames": 40, "max_pixels": 100_000}
 
@@ -64,13 +60,6 @@ class Folders:
         return ModelSpec(name, f"transformers:{self.root / name}", device="cpu", load=load)
 
 
-class Files(SimpleHTTPRequestHandler):
-    """Serves the files of a directory."""
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory.mktemp("videos"), SERVED)
@@ -80,12 +69,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 def address(folders: Folders) -> Iterator[str]:
     """The address of a server that has a video."""
     (folders.root / FILE).write_bytes(MP4)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=folders.root)) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving_files(folders.root) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -104,23 +89,11 @@ def video(data: bytes) -> Json:
     return {"video": text64(data)}
 
 
-def close(found: Array, expected: Array) -> None:
-    assert found.shape == expected.shape
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
-
-
 def check_layers(live: Live, folders: Folders, name: str, sent: Json, frames: Frames) -> Json:
     """Layers of a model, and which frames were taken; the receipts."""
     reply = live.client.post("/extract", **sent)
-    found, receipts = arrays_of(reply), reply.json()["receipts"]
-    expected = folders.compute(name, frames)
-    assert len(found) > 10
-    for key, values in found.items():
-        path = tuple(part.rstrip("]") for part in receipts[key].get("path", "").split("[")[1:])
-        place = receipts[key]["layer"], receipts[key]["call"]
-        paths = [of[2] for of in expected if (*of[:2], of[3]) == (*place, "output")]
-        close(values, expected[(*place, path if path in paths else paths[0], "output")])
-        assert receipts[key]["source_frames"] == [choose(len(frames))]
+    receipts = check_values(reply, folders.compute(name, frames))
+    assert all(receipt["source_frames"] == [choose(len(frames))] for receipt in receipts.values())
     return receipts
 
 
@@ -356,20 +329,6 @@ def test_client(live: Live, folders: Folders, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_remote", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_bulk(command: Command, live: Live, folders: Folders, tmp_path: Path, *, is_remote: bool) -> None:
     """A folder of videos becomes a row for each; what is no video has its reason."""
-    (tmp_path / "videos").mkdir()
     videos = {f"{kind}.{kind}": encode(draw(9, seed=seed), kind) for seed, kind in enumerate(("gif", "mp4", "webm"))}
-    for name, data in videos.items():
-        (tmp_path / "videos" / name).write_bytes(data)
-    (tmp_path / "videos" / "zero.mp4").write_bytes(b"no video")
-    config = tmp_path / "models.yaml"
-    config.write_text(f"models:\n  - name: videomae\n    source: transformers:{folders.root / 'videomae'}\n", "utf-8")
-    where = ("--url", live.url) if is_remote else ("--config", config)
-    out = tmp_path / "out.parquet"
-    options = ("--model", "videomae", "--layers", HIDDEN, "--pool", "mean", *where, "--out", out)
-    done = command("bulk", tmp_path / "videos", *options)
-    assert done.status == 0, done.notes
-    rows = pq.read_table(out).to_pydict()
-    assert rows["key"] == [*videos, "zero.mp4"]
-    assert [error is None for error in rows["error"]] == [True, True, True, False]
-    for row, data in enumerate(videos.values()):
-        close(np.array([rows[HIDDEN][row]]), folders.hidden(load(data)).mean(1))
+    files = {name: (data, folders.hidden(load(data))) for name, data in videos.items()}
+    check_bulk(command, tmp_path, folders.root / "videomae", files, "zero.mp4", live if is_remote else None)
