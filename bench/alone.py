@@ -33,7 +33,6 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
-from sentence_transformers import SentenceTransformer
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -46,7 +45,6 @@ from bench.serving.server import running
 from bench.startup import HOST, LAYERTAP, LIMIT_S, free_port
 from layertap.models import digits
 from layertap_client.arrays import write_npy
-from tests.sentence_folders import save
 
 ARCHITECTURE = "mobilenet_v3_small"
 CLOSE = 1e-3  # two vectors of one input, relative to the greatest value
@@ -91,12 +89,16 @@ def build_torchvision(folder: Path) -> Steps:
 
 def save_sentences(folder: Path) -> list[dict[str, Any]]:
     """A tiny sentence-transformers model."""
+    from tests.sentence_folders import save  # both take seconds to import, which the other kinds do without
+
     save("mean", folder / "model")
     return [{"name": "bert", "source": f"transformers:{folder / 'model'}"}]
 
 
 def build_sentences(folder: Path) -> Steps:
     """The sentence-transformers library."""
+    from sentence_transformers import SentenceTransformer
+
     model = SentenceTransformer(str(folder / "model"), device="cpu")
     return (
         lambda body: model.tokenize([json.loads(body)["input"]]),

@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from fcntl import LOCK_EX, flock
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from hypothesis import settings
 
 from layertap.models import loading
+from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.run.loaded_model import LoadedModel
 from layertap.models.spec import ModelSpec, WarmSpec
 from tests.loading import LOADED, load_model
@@ -97,5 +99,11 @@ def compiler() -> str:
 
 @pytest.fixture(scope="session")
 def plans(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of compiled graphs that tests share: compiling takes long."""
-    return tmp_path_factory.mktemp("cache") / "plans"
+    """The folder with the compiled graphs of ``WARM``, which takes long: all workers of a run share it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled" / "plans"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / "lock").open("w") as lock:
+        flock(lock, LOCK_EX)
+        prepare_warm_plans(load_model(net_spec("Chain", warm=(WARM,)), 1, 1), folder, compiles=True)
+    return folder

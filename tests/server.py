@@ -23,7 +23,7 @@ from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http.protocol import make_server_config
 from layertap.service.settings import Settings
 
-STARTUP_TRIES = 3000
+STARTUP_TRIES = 10_000  # longer than a test may take, on any machine
 WORKERS = int(os.environ.get("TEST_WORKERS", "0"))  # where nothing else is asked for; 0 lets tests look at models
 CACHE = Path(gettempdir()) / "layertap-tests"  # of servers that are processes: not that of whoever runs the tests
 TRY_S = 0.02

@@ -63,7 +63,8 @@ ENCODEC = {
     "upsampling_ratios": [40, 32],
     "codebook_size": 16,
     "codebook_dim": 16,
-    "target_bandwidths": [24.0],
+    "sampling_rate": 8000,
+    "target_bandwidths": [0.4],  # five codebooks
     "num_lstm_layers": 1,
 }
 MIMI = {
@@ -80,6 +81,7 @@ MIMI = {
     "num_quantizers": 4,
     "num_semantic_quantizers": 1,
     "vector_quantization_hidden_dimension": 16,
+    "sampling_rate": 8000,
     "upsample_groups": 32,
     "sliding_window": 20,
 }
@@ -91,6 +93,7 @@ DAC = {
     "codebook_size": 16,
     "codebook_dim": 4,
     "hidden_size": 32,
+    "sampling_rate": 4000,
 }
 
 
@@ -204,16 +207,16 @@ KINDS = {
         {},
         lambda module: module.get_encoder(),
     ),
-    "encodec": Kind("EncodecModel", "EncodecConfig", ENCODEC, "EncodecFeatureExtractor", {}),
+    "encodec": Kind("EncodecModel", "EncodecConfig", ENCODEC, "EncodecFeatureExtractor", {"sampling_rate": 8000}),
     "encodec_stereo": Kind(
         "EncodecModel",
         "EncodecConfig",
-        ENCODEC | {"audio_channels": 2, "sampling_rate": 48000, "target_bandwidths": [48.0]},
+        ENCODEC | {"audio_channels": 2, "sampling_rate": 16000, "target_bandwidths": [0.5]},
         "EncodecFeatureExtractor",
-        {"feature_size": 2, "sampling_rate": 48000},
+        {"feature_size": 2, "sampling_rate": 16000},
     ),
-    "dac": Kind("DacModel", "DacConfig", DAC, "DacFeatureExtractor", {"hop_length": 80}),
-    "mimi": Kind("MimiModel", "MimiConfig", MIMI, "EncodecFeatureExtractor", {}),
+    "dac": Kind("DacModel", "DacConfig", DAC, "DacFeatureExtractor", {"hop_length": 80, "sampling_rate": 4000}),
+    "mimi": Kind("MimiModel", "MimiConfig", MIMI, "EncodecFeatureExtractor", {"sampling_rate": 8000}),
 }
 
 

@@ -89,8 +89,8 @@ def _survey_configured(
             crosses_rows = catalog.crosses_rows or not catalog.batches
             batch_axes = _try_batch_axes(replica, inputs, look) if crosses_rows else ()
             padding = try_padding(replica, inputs.text, device, tolerance) if inputs.text else None
-        stops = may_stop(replica, row)
-        is_same = is_same_again(replica, row, output)
+            stops = may_stop(replica, row)
+            is_same = is_same_again(replica, row, output)
     replica.restore(thorough=True)
     state = tuple(sorted(replica.found))
     traits = replace(catalog.traits, state=state, stops=stops, deterministic=is_same, batch_axes=batch_axes)
@@ -270,7 +270,7 @@ def verify_resumption(model: LoadedModel, start: Tap, shapes: Shapes) -> Resumpt
         specs = model.model_inputs.with_shapes(shapes)
         rows = make_noise(specs, model.device, model.dtype)
         try:
-            with run_noise(model.replica, model.threads):
+            with run_noise(model.replica, model.threads), use_threads(_count_threads(model)):
                 resumption = verify_resumable(model.module, start, catalog, specs, model.replica, rows, model.dtype)
         except SelectorError:  # cached too, or each request for it would try again
             model.catalogs.not_resumable.put(key, True)

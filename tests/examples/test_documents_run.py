@@ -16,9 +16,11 @@ README_LINES = 120
 GUIDE = ROOT / "docs" / "guide.md"
 # Pages serve the tiny models too, and so write them.
 EXAMPLES = "".join(b.command for b in read_blocks(ROOT / "examples" / "README.md") if "tiny" not in b.command)
+TINY = "out/tiny"
+# Those that serve the tiny models one after the other, and so all from one server.
 PAGES = {
     path.stem: path
-    for path in sorted((ROOT / "docs").rglob("*.md"))
+    for path in sorted((ROOT / "docs").rglob("*.md"), key=lambda path: (TINY in path.read_text("utf-8"), path))
     if read_blocks(path) and not read_diffs(path) and path != GUIDE
 }
 QUICK = ("explanations", "gradients", "interventions", "resume")
@@ -35,11 +37,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 def run_document(path: Path, project: Project) -> None:
     """Run the shell blocks of a document in their order; each prints what the document shows after it.
 
-    What the examples' own README has as well is run by its tests.
+    What the examples' own README has as well is run by its tests; the tiny models are written once.
     """
     blocks = read_blocks(path)
     assert blocks
     for block in blocks:
+        if block.command.endswith(TINY) and (project.path / TINY).exists():
+            continue
         if block.command not in EXAMPLES or block.command.startswith("make serve"):
             text = project.run(block.command)
             if block.output is not None:

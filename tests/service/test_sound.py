@@ -5,15 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -23,6 +19,7 @@ from tests import sound_folders
 from tests.server import Live
 from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
+from tests.service.media import HIDDEN, check_bulk, check_values, close, serving_files
 from tests.service.support import (
     Array,
     Json,
@@ -40,7 +37,7 @@ from tests.service.support import (
 from tests.sound_folders import KINDS, draw, encode, load, make_features, run
 
 QUICK = ("wav2vec2", "wav2vec2_bert", "whisper", "clap")
-HIDDEN, CONVOLVED = ".[last_hidden_state]", "feature_extractor"
+CONVOLVED = "feature_extractor"
 RATE = 16000
 WAV, FILE = encode(draw(0.6)), "sound.wav"
 SAMPLES = (InputSpec("x", (RATE,), longest=10 * RATE),)
@@ -76,13 +73,6 @@ class Folders:
         return ModelSpec(name, f"transformers:{self.root / name}", device="cpu", **fields)
 
 
-class Files(SimpleHTTPRequestHandler):
-    """Serves the files of a directory."""
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory.mktemp("sounds"), (*QUICK, "unscaled"))
@@ -92,12 +82,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 def address(folders: Folders) -> Iterator[str]:
     """The address of a server that has a sound."""
     (folders.root / FILE).write_bytes(WAV)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=folders.root)) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving_files(folders.root) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +102,6 @@ def audio(data: bytes) -> Json:
     return {"audio": text64(data)}
 
 
-def close(found: Array, expected: Array) -> None:
-    assert found.shape == expected.shape
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
-
-
 def check_layers(live: Live, folders: Folders, name: str) -> None:
     """Every layer of a model, for sounds with even and odd numbers of frames."""
     described = live.client.get(f"/models/{name}").json()
@@ -128,15 +109,8 @@ def check_layers(live: Live, folders: Folders, name: str) -> None:
     for seconds in (0.5, 0.9313):
         data = encode(draw(seconds, rate, channels), rate)
         reply = live.client.post("/extract", **raw(data, "audio/wav", model=name, layers="*,.", encoding="base64"))
-        found, receipts = arrays_of(reply), reply.json()["receipts"]
-        expected = folders.compute(name, load(data, rate))
-        assert len(found) > 10
-        for key, values in found.items():
-            path = tuple(part.rstrip("]") for part in receipts[key].get("path", "").split("[")[1:])
-            place = receipts[key]["layer"], receipts[key]["call"]
-            paths = [of[2] for of in expected if (*of[:2], of[3]) == (*place, "output")]
-            close(values, expected[(*place, path if path in paths else paths[0], "output")])
-            assert receipts[key]["source_rates"] == [rate]
+        receipts = check_values(reply, folders.compute(name, load(data, rate)))
+        assert all(receipt["source_rates"] == [rate] for receipt in receipts.values())
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -384,23 +358,11 @@ def test_client(live: Live, folders: Folders, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_remote", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_bulk(command: Command, live: Live, folders: Folders, tmp_path: Path, *, is_remote: bool) -> None:
     """A folder of sounds becomes a row for each; what is no sound has its reason."""
-    (tmp_path / "sounds").mkdir()
     sounds = {f"{seconds}.{kind}": (draw(seconds), kind) for seconds, kind in ((0.4, "wav"), (0.5, "flac"))}
-    for name, (samples, kind) in sounds.items():
-        (tmp_path / "sounds" / name).write_bytes(encode(samples, kind=kind.upper()))
-    (tmp_path / "sounds" / "bad.ogg").write_bytes(b"no sound")
-    config = tmp_path / "models.yaml"
-    config.write_text(f"models:\n  - name: wav2vec2\n    source: transformers:{folders.root / 'wav2vec2'}\n", "utf-8")
-    where = ("--url", live.url) if is_remote else ("--config", config)
-    out = tmp_path / "out.parquet"
-    options = ("--model", "wav2vec2", "--layers", HIDDEN, "--pool", "mean", *where, "--out", out)
-    done = command("bulk", tmp_path / "sounds", *options)
-    assert done.status == 0, done.notes
-    rows = pq.read_table(out).to_pydict()
-    assert rows["key"] == [*sounds, "bad.ogg"]
-    assert [error is None for error in rows["error"]] == [True, True, False]
-    for row, (samples, _) in enumerate(sounds.values()):
-        close(np.array([rows[HIDDEN][row]]), folders.hidden(samples).mean(1))
+    files = {
+        name: (encode(samples, kind=kind.upper()), folders.hidden(samples)) for name, (samples, kind) in sounds.items()
+    }
+    check_bulk(command, tmp_path, folders.root / "wav2vec2", files, "bad.ogg", live if is_remote else None)
 
 
 def test_packages_that_are_missing(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import av
 import httpx
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 from torchvision.models import get_model_weights
 
 from layertap.models.errors import InputError
+from layertap.models.inputs.video import VideoProcessor
 from layertap.models.sources.build import build_model
 from layertap.models.spec import ModelSpec
 from layertap.service.inputs.videos import decode_video
 from layertap.service.settings import Settings
 from layertap_client import Client
-from tests.oracle import Key, record
+from tests.marks import slow_but
+from tests.oracle import Key
 from tests.server import Live
 from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
+from tests.service.media import HIDDEN, check_bulk, check_values, close, serving_files
 from tests.service.support import Array, Json, arrays_of, configured, npy, problem, raw, tensor, text64
 from tests.service.support import encode as encode_picture
-from tests.video_folders import FRAMES, KINDS, Frames, choose, draw, encode, load, make_features, run
+from tests.video_folders import KINDS, Frames, choose, draw, encode, load, make_features, run
 
-QUICK = ("videomae", "vjepa2")
-HIDDEN = ".[last_hidden_state]"
+SERVED = ("videomae", "xclip")
+ALL_LAYERS = {"layers": "*,.", "encoding": "base64"}
 MP4, FILE = encode(draw(21)), "clip.mp4"
 LIMITS: dict[str, Any] = {"max_video_s": 5.0, "max_video_frames": 40, "max_pixels": 100_000}
 
@@ -57,37 +56,27 @@ class Folders:
         return self.compute("videomae", frames)[".", 0, ("last_hidden_state",), "output"]
 
     def spec(self, name: str) -> ModelSpec:
-        return ModelSpec(name, f"transformers:{self.root / name}", device="cpu")
-
-
-class Files(SimpleHTTPRequestHandler):
-    """Serves the files of a directory."""
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
+        load: Any = "lazy" if name == "xclip" else "startup"
+        return ModelSpec(name, f"transformers:{self.root / name}", device="cpu", load=load)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return Folders(tmp_path_factory.mktemp("videos"), QUICK)
+    return Folders(tmp_path_factory.mktemp("videos"), SERVED)
 
 
 @pytest.fixture(scope="module")
 def address(folders: Folders) -> Iterator[str]:
     """The address of a server that has a video."""
     (folders.root / FILE).write_bytes(MP4)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=folders.root)) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving_files(folders.root) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
 def live(serve: Serve, folders: Folders, address: str) -> Iterator[Live]:
     urls = {"allow_urls": address, "allow_private_urls": address}
-    with serve(configured(*map(folders.spec, QUICK)), workers=1, **LIMITS, **urls) as live:
+    with serve(configured(*map(folders.spec, SERVED)), workers=1, deadline_s=120, **LIMITS, **urls) as live:
         yield live
 
 
@@ -100,73 +89,41 @@ def video(data: bytes) -> Json:
     return {"video": text64(data)}
 
 
-def close(found: Array, expected: Array) -> None:
-    assert found.shape == expected.shape
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+def check_layers(live: Live, folders: Folders, name: str, sent: Json, frames: Frames) -> Json:
+    """Layers of a model, and which frames were taken; the receipts."""
+    reply = live.client.post("/extract", **sent)
+    receipts = check_values(reply, folders.compute(name, frames))
+    assert all(receipt["source_frames"] == [choose(len(frames))] for receipt in receipts.values())
+    return receipts
 
 
-def check_layers(
-    live: Live,
-    name: str,
-    compute: Callable[[Frames], dict[Key, Array]],
-    taken: int = FRAMES,
-    layers: str = "*,.",
-    lengths: Sequence[int] = (21, 33),
-) -> None:
-    """Layers of a model, and which frames were taken."""
-    for length in lengths:
-        data = encode(draw(length, seed=length))
-        reply = live.client.post("/extract", **raw(data, "video/mp4", model=name, layers=layers, encoding="base64"))
-        found, receipts = arrays_of(reply), reply.json()["receipts"]
-        expected = compute(load(data))
-        assert len(found) > 10
-        for key, values in found.items():
-            path = tuple(part.rstrip("]") for part in receipts[key].get("path", "").split("[")[1:])
-            place = receipts[key]["layer"], receipts[key]["call"]
-            paths = [of[2] for of in expected if (*of[:2], of[3]) == (*place, "output")]
-            close(values, expected[(*place, path if path in paths else paths[0], "output")])
-            assert receipts[key]["source_frames"] == [choose(length, taken)]
-            np.testing.assert_allclose(receipts[key]["source_seconds"], [[n / 10 for n in choose(length, taken)]])
-
-
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", slow_but(["videomae"], SERVED))
 def test_layers(live: Live, folders: Folders, name: str) -> None:
     """A folder is served without any input in the configuration, each layer with the library's own values."""
-    check_layers(live, name, partial(folders.compute, name))
+    for length in (21, 33):
+        data = encode(draw(length, seed=length))
+        receipts = check_layers(live, folders, name, raw(data, "video/mp4", model=name, **ALL_LAYERS), load(data))
+        for receipt in receipts.values():
+            np.testing.assert_allclose(receipt["source_seconds"], [[n / 10 for n in choose(length)]])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(KINDS.keys() - set(QUICK)))
+@pytest.mark.parametrize("name", slow_but(["vjepa2"], sorted(KINDS.keys() - set(SERVED))))
 def test_further_layers(serve: Serve, tmp_path: Path, name: str) -> None:
-    """So are the others."""
-    folders = Folders(tmp_path, (name,))
-    with serve(configured(folders.spec(name)), workers=1) as live:
-        check_layers(live, name, partial(folders.compute, name))
+    """So are the others, here with frames: how files become frames depends on no model."""
+    folders, frames = Folders(tmp_path, (name,)), draw(21)
+    with serve(configured(folders.spec(name))) as live:
+        check_layers(live, folders, name, raw(npy(frames), "application/x-npy", model=name, **ALL_LAYERS), frames)
 
 
-@pytest.mark.slow
-def test_torchvision(serve: Serve) -> None:
-    """A model of torchvision takes 16 frames, by the preset of its weights."""
-    spec = ModelSpec("r3d", "torchvision:r3d_18", weights="random:0", device="cpu")
-    module = build_model(spec).module
-    preset = get_model_weights("r3d_18").DEFAULT.transforms()
-
-    def compute(frames: Frames) -> dict[Key, Array]:
-        clip = torch.from_numpy(frames[choose(len(frames), 16)]).permute(0, 3, 1, 2)
-        return {key: value.numpy() for key, value in record(module, preset(clip)[None]).items()}
-
-    with serve(configured(spec, load="startup"), workers=1, max_reply_bytes=2**30) as live:
-        check_layers(live, "r3d", compute, 16, "layer3.*,layer4.*,fc,.", (21,))
-
-
-@pytest.mark.parametrize(
-    "name", ["s3d", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mvit_v2_s", "swin3d_t"))]
-)
+@pytest.mark.parametrize("name", slow_but(["s3d"], ["s3d", "r3d_18", "mvit_v2_s", "swin3d_t"]))
 def test_presets(name: str) -> None:
-    """The rows of torchvision's other models are those of their presets, for a whole clip."""
+    """Torchvision's models take 16 frames, whose rows are those of their presets for a whole clip."""
     built = build_model(ModelSpec("m", f"torchvision:{name}", weights="random:0", device="cpu"))
-    how, clip = built.preprocess, draw(16)
-    row = how.join_frames([how.make_frame(Image.fromarray(each)) for each in clip])  # type: ignore[union-attr]
+    how, frames = built.preprocess, draw(21)
+    assert isinstance(how, VideoProcessor)
+    assert how.choose_frames(21) == choose(21, 16)
+    clip = frames[choose(21, 16)]
+    row = how.join_frames([how.make_frame(Image.fromarray(each)) for each in clip])
     expected = get_model_weights(name).DEFAULT.transforms()(torch.from_numpy(clip).permute(0, 3, 1, 2))
     assert row.shape == expected.shape == built.inputs[0].shape
     torch.testing.assert_close(row, expected)
@@ -248,15 +205,14 @@ def test_features(live: Live, folders: Folders) -> None:
 
 
 @pytest.mark.slow
-def test_texts_and_videos(serve: Serve, tmp_path: Path) -> None:
+def test_texts_and_videos(live: Live, folders: Folders) -> None:
     """The two towers of X-CLIP put texts and videos into one space."""
-    folders, tokens = Folders(tmp_path, ("xclip",)), [0, 5, 7, 1]
-    with serve(configured(folders.spec("xclip")), workers=1) as live:
-        one, other = (
-            live.client.post("/extract", json={"model": "xclip", "encoding": "base64", "inputs": [each]})
-            for each in ({"tokens": tokens}, video(MP4))
-        )
-        probed = live.client.get("/models/xclip/probe").json()["receipts"]
+    tokens = [0, 5, 7, 1]
+    one, other = (
+        live.client.post("/extract", json={"model": "xclip", "encoding": "base64", "inputs": [each]})
+        for each in ({"tokens": tokens}, video(MP4))
+    )
+    probed = live.client.get("/models/xclip/probe").json()["receipts"]
     ((key, receipt),) = one.json()["receipts"].items()
     with torch.no_grad():
         expected = folders.modules["xclip"].get_text_features(torch.tensor([tokens])).pooler_output.numpy()
@@ -388,20 +344,6 @@ def test_client(live: Live, folders: Folders, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_remote", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_bulk(command: Command, live: Live, folders: Folders, tmp_path: Path, *, is_remote: bool) -> None:
     """A folder of videos becomes a row for each; what is no video has its reason."""
-    (tmp_path / "videos").mkdir()
     videos = {f"{kind}.{kind}": encode(draw(9, seed=seed), kind) for seed, kind in enumerate(("gif", "mp4", "webm"))}
-    for name, data in videos.items():
-        (tmp_path / "videos" / name).write_bytes(data)
-    (tmp_path / "videos" / "zero.mp4").write_bytes(b"no video")
-    config = tmp_path / "models.yaml"
-    config.write_text(f"models:\n  - name: videomae\n    source: transformers:{folders.root / 'videomae'}\n", "utf-8")
-    where = ("--url", live.url) if is_remote else ("--config", config)
-    out = tmp_path / "out.parquet"
-    options = ("--model", "videomae", "--layers", HIDDEN, "--pool", "mean", *where, "--out", out)
-    done = command("bulk", tmp_path / "videos", *options)
-    assert done.status == 0, done.notes
-    rows = pq.read_table(out).to_pydict()
-    assert rows["key"] == [*videos, "zero.mp4"]
-    assert [error is None for error in rows["error"]] == [True, True, True, False]
-    for row, data in enumerate(videos.values()):
-        close(np.array([rows[HIDDEN][row]]), folders.hidden(load(data)).mean(1))
+    files = {name: (data, folders.hidden(load(data))) for name, data in videos.items()}
+    check_bulk(command, tmp_path, folders.root / "videomae", files, "zero.mp4", live if is_remote else None)

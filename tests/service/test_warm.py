@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def warm_cache(plans: Path) -> Path:
     """The cache folder with graphs on disk, as on every start but the first."""
-    (graphs,) = prepare_warm_plans(load_model(WARM_SPEC, 1, THREADS), plans, compiles=True).graphs
+    (graphs,) = prepare_warm_plans(load_model(WARM_SPEC, 1, THREADS), plans).graphs
     assert graphs is not None
     return plans.parent
 

@@ -44,8 +44,8 @@ def loaded() -> Callable[..., LoadedModel]:
 
 @pytest.fixture(scope="module")
 def warmed(plans: Path) -> LoadedModel:
-    """A small model with a graph that is compiled here."""
-    return prepare_warm_plans(load_model(net_spec("Chain", warm=(WARM,)), 2, 1), plans, compiles=True)
+    """A small model with its compiled graph."""
+    return prepare_warm_plans(load_model(net_spec("Chain", warm=(WARM,)), 2, 1), plans)
 
 
 def get_plan(model: LoadedModel) -> CompiledPlan:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from layertap.models.catalog.catalog import Costs
 from layertap.models.devices import memory
 from layertap.models.hooks import attach
+from layertap.models.plan.selectors import parse_selector
 from layertap.models.run import model_catalogs
-from layertap.models.run.model_catalogs import measure_costs, survey_shape
+from layertap.models.run.model_catalogs import measure_costs, survey_shape, verify_resumption
 from layertap.models.run.replica import call_module
+from layertap.models.run.resumption import find_start
+from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import Loader, net_spec
 from tests.loading import load_model
 from tests.nets import SlowOnWide, batch
@@ -35,6 +39,33 @@ def peak(module: nn.Module, rows: Rows) -> int:
 
 def ones(*shape: int) -> dict[str, Tensor]:
     return {"x": torch.ones(shape)}
+
+
+# Threads
+
+
+class Quick(nn.Module):
+    """Notes how many threads it may use; its middle can be stopped at and resumed from."""
+
+    threads: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.threads.append(torch.get_num_threads())
+        return self.second(self.first(x))
+
+
+def test_quick_models_are_looked_at_on_one_thread() -> None:
+    """Threads of many small operations wait for each other, and the longer the more other processes there are."""
+    source, inputs = f"python:{__name__}:Quick", (InputSpec("x", (3, 4)),)
+    model = load_model(ModelSpec("quick", source, "random:0", "cpu", inputs=inputs), 1, 2)
+    shapes = ((5, 4),)
+    catalog = survey_shape(model, shapes, functions=True)
+    verify_resumption(model, find_start(parse_selector("first"), catalog), shapes)
+    assert set(Quick.threads) == {1}
 
 
 # Bytes, counted by hand
