@@ -86,6 +86,7 @@ async def _explain(engine: Engine, request: ExtractRequest, sent: SentInputs, ti
     made: Features | None = None
     text_bytes = 0
     work.check(ticket.deadline)
+    ticket.work_rows = work.rows
     with work.count():
         for asked in list_maps(request, explanation):
             with ticket.return_bytes():

@@ -54,13 +54,15 @@ class Ticket(AbstractContextManager["Ticket"]):
     """One request's admission: its reserved bytes, its rows in the model's queue, its deadline and timings.
 
     ``nbytes`` starts at the size of the request's body. ``handles`` maps the requested model names to the handles that
-    answer until the request ends, even if a new version of a model is loaded meanwhile.
+    answer until the request ends, even if a new version of a model is loaded meanwhile. ``work_rows``: the rows of its
+    planned work, which the batcher should not take for a small request.
     """
 
     def __init__(self, control: AdmissionControl, deadline: float, timings: Timings) -> None:
         self.deadline = deadline
         self.timings = timings
         self.nbytes = 0
+        self.work_rows = 0
         self.handles: dict[str | None, ModelHandle] = {}
         self._control = control
         self._handle: ModelHandle | None = None
