@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -198,25 +197,15 @@ async def _perturb_row(
     made = await engine.run_in_thread(partial(row.make_perturbations, scores), ticket.deadline)
     room = max(engine.settings.max_queue_rows // 2, 1)  # leaves room in the queue for other requests
     size = min(CHUNK_ROWS, engine.settings.max_inputs, room)
-    chunks = [range(start, min(start + size, count)) for start in range(0, count, size)]
-
-    def make_rows(number: int) -> asyncio.Future[Array]:
-        return asyncio.ensure_future(engine.run_in_thread(partial(made[0].make_rows, chunks[number]), ticket.deadline))
-
-    upcoming = make_rows(0)
-    try:
-        for following, numbers in enumerate(chunks, 1):
-            await work.wait_for_turn(ticket.deadline)
-            rows = await upcoming
-            if following < len(chunks):
-                upcoming = make_rows(following)  # while the model computes these
-            with ticket.return_bytes():
-                sent = SentInputs(((0, ArraysItem({None: rows}, may_batch=True)),))
-                parts = await engine.extract_parts(row.make_chunk(numbers), sent, ticket)
-                await engine.run_in_thread(partial(row.add, made, numbers, parts), ticket.deadline)
-            work.done += len(numbers)
-    finally:
-        upcoming.cancel()
+    for start in range(0, count, size):
+        numbers = range(start, min(start + size, count))
+        await work.wait_for_turn(ticket.deadline)
+        rows = await engine.run_in_thread(partial(made[0].make_rows, numbers), ticket.deadline)
+        with ticket.return_bytes():
+            sent = SentInputs(((0, ArraysItem({None: rows}, may_batch=True)),))
+            parts = await engine.extract_parts(row.make_chunk(numbers), sent, ticket)
+            await engine.run_in_thread(partial(row.add, made, numbers, parts), ticket.deadline)
+        work.done += len(numbers)
     return await engine.run_in_thread(partial(row.finish, made), ticket.deadline)
 
 
