@@ -325,10 +325,16 @@ def _time(model: LoadedModel, catalog: Catalog, specs: Sequence[InputSpec]) -> C
     row = make_noise_row(specs, model.device, model.dtype)
     row_bytes = _measure_row_bytes(model.replica, row)
     likely = min(catalog.seconds, model.catalog.seconds * _compare_sizes(model.shapes, specs))
+    scaled = replace(catalog, costs=_scale_costs(model, catalog.seconds, row_bytes))
     if catalog.crosses_rows or likely * BATCH_ROWS > MAX_TIMED_S:
-        return replace(catalog, costs=_scale_costs(model, catalog.seconds, row_bytes))
+        return scaled
     measure, speedup = partial(measure_costs, max_threads=1, most_rounds=MIN_ROUNDS), model.catalog.costs.speedup
-    measured = measure(model.replica, row, model.device, row_bytes, crosses_rows=False)
+    try:
+        measured = measure(model.replica, row, model.device, row_bytes, crosses_rows=False)
+    except RuntimeError as error:
+        if not memory.is_out_of_memory(error):
+            raise
+        return scaled
     seconds = min(catalog.seconds, measured.estimate_seconds(1) / speedup)
     return replace(catalog, seconds=seconds, costs=replace(measured, speedup=speedup))
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layertap.models.errors import OtherForwardError
 from layertap.models.hooks.attention import disable_observers
 from layertap.models.inputs.generation import GENERATE, read_row
 from layertap.models.sources.checkpoints import LOCAL
@@ -49,8 +48,8 @@ def let_generate(library: Any, module: Any, folder: Path) -> tuple[int, ...] | N
 def _generate(run: Callable[..., Any], rows: Mapping[str, Tensor], last_only: bool) -> dict[str, Tensor]:
     """The tokens after texts (N, steps), NO_TOKEN behind the end, and the logits of each (N, steps, vocabulary).
 
-    ``run`` calls the model, of which hooks see its layers, once for a token of each. OtherForwardError if texts
-    end at different steps: one alone has fewer calls.
+    ``run`` calls the model, of which hooks see its layers, once for a token of each. Several texts are to have
+    no ``stop``: they would end at different steps.
     """
     ids, mask = rows[IDS], rows.get(MASK)
     with _unobserved():  # neither this nor to choose is a part of the model, and each row does it for itself
@@ -69,10 +68,7 @@ def _generate(run: Callable[..., Any], rows: Mapping[str, Tensor], last_only: bo
         mask = None if mask is None else torch.cat([mask, torch.ones_like(ids)], 1)
         tokens.append(ids)
         logits.append(scores)
-        ended = {token in (each.stop or ()) for token, each in zip(chosen, generations, strict=True)}
-        if len(ended) > 1:
-            raise OtherForwardError("these texts end at different steps", hint="send each alone")
-        if True in ended:
+        if chosen[0] in (generations[0].stop or ()):  # one that may end runs alone
             break
     missing = steps - len(tokens)
     return {

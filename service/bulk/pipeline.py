@@ -81,7 +81,8 @@ async def _extract_sorted(
 
 
 async def _extract(extractor: Extractor, question: Question, entries: Sequence[Entry], outline: Outline) -> Answer:
-    """The answer to entries. If it fails, each half is tried, until a failing entry is alone."""
+    """The answer to entries. If it fails, each half is tried, until a failing entry is alone, or few are compared."""
+    is_least = len(entries) < (2 * MIN_BLOCK if question.compares else 2)
     if question.compares and len(entries) < MIN_BLOCK:
         return Answer("", {}, dict.fromkeys(range(len(entries)), TOO_FEW))
     try:
@@ -97,11 +98,11 @@ async def _extract(extractor: Extractor, question: Question, entries: Sequence[E
     except TooLargeError as error:
         reason = error.detail
     except RequestError as error:
-        if len(entries) == 1:
+        if is_least:
             raise
         reason = error.detail
-    if len(entries) == 1:
-        return Answer(outline.fingerprint, {}, {0: reason})
+    if is_least:
+        return Answer(outline.fingerprint, {}, dict.fromkeys(range(len(entries)), reason))
     middle = len(entries) // 2
     halves = range(middle), range(middle, len(entries))
     answers = [await _extract(extractor, question, [entries[index] for index in half], outline) for half in halves]

@@ -27,6 +27,7 @@ STARTS = {  # what a file begins with, by FFmpeg's name of its demuxer
 DECODERS = ("h264", "hevc", "mpeg4", "vp8", "vp9", "libdav1d", "av1", "gif")
 SAFE = {"codec_whitelist": ",".join(DECODERS), "protocol_whitelist": "none"}
 SEGMENT, HEAD = re.compile(rb"\x18\x53\x80\x67\x01(.{7})", re.DOTALL), 4096  # of a WebM: its size, near the start
+GIF_BLOCK, MAX_GIF_BLOCKS = re.compile(rb"[,!;]"), 2**19  # a frame, an extension, the end; of up to 255 bytes each
 UNKNOWN = 2**56 - 1  # the size of a WebM that was written to a pipe
 BORDERS = 2**16  # pixels around a small frame, at most
 FORMATS_HINT = "send a complete MP4, WebM or GIF file: H.264, HEVC, MPEG-4, VP8, VP9 or AV1"
@@ -117,20 +118,18 @@ def _is_cut(name: str, data: bytes) -> bool:
 
 def _has_trailer(data: bytes) -> bool:
     """Whether the blocks of a GIF lead to the one that ends it; what follows is ignored, as by every reader."""
-    place = 13 + _measure_colors(data[10:11])
-    while (kind := data[place : place + 1]) not in (b";", b""):
+    place, left = 13 + _measure_colors(data[10:11]), MAX_GIF_BLOCKS
+    while (found := GIF_BLOCK.search(data, place)) is not None and (kind := found[0]) != b";" and left:
+        place = found.start()
         if kind == b",":  # a frame: its head, its colours and the size of its codes
             place += 11 + _measure_colors(data[place + 9 : place + 10])
-        elif kind == b"!":
+        else:
             place += 2
-        else:  # no block, which readers pass over
-            place += 1
-            continue
-        while size := data[place : place + 1]:
-            place += 1 + size[0]
+        while left and (size := data[place : place + 1]):
+            place, left = place + 1 + size[0], left - 1
             if size == b"\0":
                 break
-    return kind == b";"
+    return found is not None and found[0] == b";"
 
 
 def _measure_colors(flags: bytes) -> int:

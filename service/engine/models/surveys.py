@@ -49,7 +49,7 @@ class Surveys:
         try:
             return cast("T", await wait_until(deadline, asyncio.shield(survey.task)))
         except DeadlineError:
-            outlives = bounded and survey.runs
+            outlives = bounded and survey.runs and not survey.task.done()
             raise
         finally:
             survey.callers -= 1

@@ -93,7 +93,8 @@ class PlannedRequest:
         # The results of changed and unchanged inputs are compared, so that all run with hooks.
         hooked = own_positions or request.verify or request.resume is not None or bool(request.input_options)
         compiled = None if hooked or self.shapes != model.shapes else find_compiled_plan(model.compiled, plan)
-        single_row = plan.single_row and not unsplittable
+        may_end = request.generate is not None and bool(request.generate.stop)  # each text at another step
+        single_row = (plan.single_row or may_end) and not unsplittable
         anchors = plan.anchors if plan.objective is not None else None
         key = self.handle.batch_keys.get(catalog, self.shapes, anchors, compiled, unsplittable, single_row)
         if anchors is not None and (needed := key.costs.row_bytes + plan.temporary_bytes) > key.max_bytes:

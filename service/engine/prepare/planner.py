@@ -285,7 +285,7 @@ class Planner:
         try:
             return await handle.survey(shapes, deadline, functions=functions, seconds=limit, base=base)
         except OverdueError:
-            if measure_growth(handle.model, shapes) <= 1:
+            if measure_growth(handle.model, shapes) <= 1 and not handle.model.model_inputs.count_steps(shapes):
                 detail = f"model {handle.name} was not surveyed within {limit:.3g} s: the machine is busy"
                 raise UnavailableError(detail, retry_after=BUSY_RETRY_S) from None
             reason = f"takes more than {limit:.3g} s to get to know, far more than expected"
@@ -329,7 +329,8 @@ class Planner:
             known = model.catalogs.get_catalog(shapes) is not None
             if known or request.generate or _names_unseen_calls(request, model.get_catalog(tower)):
                 catalog = await self.survey(handle, shapes, deadline, functions=functions)
-                return add_named_calls(request.list_selectors(), catalog), shapes
+                named = request.list_selectors() if request.generate is None else ()  # of which the steps are known
+                return add_named_calls(named, catalog), shapes
         if functions:
             await self.survey(handle, tower.shapes, deadline, functions=True)
         return model.get_catalog(tower).unsized, None
