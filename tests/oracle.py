@@ -8,7 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 Path = tuple[str, ...]
@@ -113,3 +115,14 @@ def _copy(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_copy(item) for item in value)
     return value
+
+
+def measure_hsic(one: NDArray[Any], other: NDArray[Any]) -> float:
+    """Nguyen et al. 2021, equation 3: the unbiased estimate of HSIC by Song et al. 2012, of linear kernels."""
+    count, ones = len(one), np.ones(len(one))
+    k, m = one @ one.T, other @ other.T
+    np.fill_diagonal(k, 0)
+    np.fill_diagonal(m, 0)
+    means = (ones @ k @ ones) * (ones @ m @ ones) / ((count - 1) * (count - 2))
+    total = np.trace(k @ m) + means - 2 / (count - 2) * (ones @ k @ m @ ones)
+    return float(total / (count * (count - 3)))

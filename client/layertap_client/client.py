@@ -151,7 +151,8 @@ class Client(Connection):
                 else:
                     step = steps.send(outcome)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            result: T = end.value
+            return result
 
     def _perform_step(self, step: Step) -> Any:
         if isinstance(step, Send):
@@ -232,7 +233,8 @@ class AsyncClient(Connection):
                 else:
                     step = steps.send(outcome)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            result: T = end.value
+            return result
 
     async def _perform_step(self, step: Step) -> Any:
         if isinstance(step, Send):

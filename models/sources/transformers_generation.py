@@ -52,7 +52,7 @@ def _generate(run: Callable[..., Any], rows: Mapping[str, Tensor], last_only: bo
     no ``stop``: they would end at different steps.
     """
     ids, mask = rows[IDS], rows.get(MASK)
-    with _unobserved():  # neither this nor to choose is a part of the model, and each row does it for itself
+    with _hide_from_observers():  # neither this nor to choose is a part of the model, and each row does it for itself
         generations = [read_row(row) for row in rows[GENERATE]]
     choices, steps = [_make_choice(each) for each in generations], generations[0].steps
     cache, tokens, logits = None, list[Tensor](), list[Tensor]()
@@ -62,7 +62,7 @@ def _generate(run: Callable[..., Any], rows: Mapping[str, Tensor], last_only: bo
         output = run(**{IDS: ids, CACHE: cache, "use_cache": True, "return_dict": True, **masks, **kept})
         cache, scores = output[CACHE], output["logits"][:, -1].float()
         ids = torch.zeros_like(ids[:, -1:])
-        with _unobserved():
+        with _hide_from_observers():
             chosen = [choose(scores[row : row + 1]) for row, choose in enumerate(choices)]
             ids.copy_(torch.tensor(chosen)[:, None])
         mask = None if mask is None else torch.cat([mask, torch.ones_like(ids)], 1)
@@ -78,7 +78,7 @@ def _generate(run: Callable[..., Any], rows: Mapping[str, Tensor], last_only: bo
 
 
 @contextmanager
-def _unobserved() -> Iterator[None]:
+def _hide_from_observers() -> Iterator[None]:
     """Nothing that watches a forward sees the block's operations."""
     with disable_observers(), torch._C.DisableTorchFunction():
         yield

@@ -216,7 +216,7 @@ async def _go_on(
         if job.find_begun() != begun:
             raise LayertapError(f"another process has written to {job.folder}", hint="enter the command again")
         if begun is None:
-            # Texts of like length would be a block of their own: a comparison has them in their order.
+            # Texts are sorted by length within several requests, which would change the blocks that a comparison sums.
             several = job.question.texts and not job.question.compares
             most = extractor.max_rows * (TEXT_REQUESTS if several else 1)
             rows = max(1, min(most, TARGET_BYTES // max(outline.row_bytes, 1)))

@@ -82,7 +82,7 @@ async def _extract_sorted(
 
 async def _extract(extractor: Extractor, question: Question, entries: Sequence[Entry], outline: Outline) -> Answer:
     """The answer to entries. If it fails, each half is tried, until a failing entry is alone, or few are compared."""
-    is_least = len(entries) < (2 * MIN_BLOCK if question.compares else 2)
+    is_smallest = len(entries) < (2 * MIN_BLOCK if question.compares else 2)
     if question.compares and len(entries) < MIN_BLOCK:
         return Answer("", {}, dict.fromkeys(range(len(entries)), TOO_FEW))
     try:
@@ -98,10 +98,10 @@ async def _extract(extractor: Extractor, question: Question, entries: Sequence[E
     except TooLargeError as error:
         reason = error.detail
     except RequestError as error:
-        if is_least:
+        if is_smallest:
             raise
         reason = error.detail
-    if is_least:
+    if is_smallest:
         return Answer(outline.fingerprint, {}, dict.fromkeys(range(len(entries)), reason))
     middle = len(entries) // 2
     halves = range(middle), range(middle, len(entries))

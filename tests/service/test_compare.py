@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.explain import comparing
+from tests.oracle import measure_hsic
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import Array, Json, configured, copy_module, problem, tensor
@@ -85,17 +86,6 @@ def rsa(one: Array, other: Array) -> float:
     return float(spearmanr(pdist(one, "correlation"), pdist(other, "correlation")).statistic)
 
 
-def hsic(one: Array, other: Array) -> float:
-    """Nguyen et al. 2021, equation 3: the unbiased estimate of HSIC by Song et al. 2012, of linear kernels."""
-    count, ones = len(one), np.ones(len(one))
-    k, m = one @ one.T, other @ other.T
-    np.fill_diagonal(k, 0)
-    np.fill_diagonal(m, 0)
-    means = (ones @ k @ ones) * (ones @ m @ ones) / ((count - 1) * (count - 2))
-    total = np.trace(k @ m) + means - 2 / (count - 2) * (ones @ k @ m @ ones)
-    return float(total / (count * (count - 3)))
-
-
 def procrustes(one: Array, other: Array) -> float:
     """Ding et al. 2021: the squared distance after the best rotation, found by SVD, of representations of norm 1."""
     size = max(one.shape[1], other.shape[1])
@@ -137,7 +127,7 @@ def test_unbiased(nets: Nets, count: int) -> None:
     layers = [*first, *hook(nets.vit, VIT["layers"], x, lambda value: value[:, 0])]
     both = nets.compare(**RESNET, **sent, **{"with": VIT | {"pool": "cls"}})
     for table, of_all in ((both, layers), (nets.compare(**RESNET, **sent), first)):
-        wanted = np.array([[hsic(one, other) for other in of_all] for one in of_all])
+        wanted = np.array([[measure_hsic(one, other) for other in of_all] for one in of_all])
         scale = np.sqrt(np.outer(wanted.diagonal(), wanted.diagonal()))
         np.testing.assert_allclose(table["measures"]["hsic"] / scale, wanted / scale, rtol=1e-5, atol=1e-5)
 

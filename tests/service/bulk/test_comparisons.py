@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,14 @@ import transformers
 
 from layertap.models.digits import spec
 from layertap.models.spec import ModelSpec
-from layertap.service.bulk import bulk, parts, pipeline
+from layertap.service.bulk import pipeline
 from layertap.service.bulk.bulk import RESULTS
-from layertap.service.bulk.manifest import replace_file
 from tests.client.misbehaving_server import misbehaving, relay
 from tests.loading import load_model
-from tests.oracle import record
+from tests.oracle import measure_hsic, record
 from tests.server import Live
 from tests.service.bulk.conftest import read
-from tests.service.bulk.test_interrupted import KilledError
-from tests.service.bulk.test_reductions import load, write_source
+from tests.service.bulk.test_reductions import die_at_each_write, load, write_source
 from tests.service.bulk.test_remote import serve_slowly
 from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
@@ -66,17 +63,6 @@ def take_by_hooks(model: ModelSpec, layers: Sequence[str], pixels: Array) -> lis
     seen = record(load_model(model).module.eval(), rows)
     outputs = [seen[name, 0, (), "output"].double() for name in layers]
     return [each.reshape(*each.shape[:2], -1).mean(2).numpy() for each in outputs]
-
-
-def measure_hsic(one: Array, other: Array) -> float:
-    """Nguyen et al. 2021, equation 3, of linear kernels."""
-    count, ones = len(one), np.ones(len(one))
-    k, m = one @ one.T, other @ other.T
-    np.fill_diagonal(k, 0)
-    np.fill_diagonal(m, 0)
-    means = (ones @ k @ ones) * (ones @ m @ ones) / ((count - 1) * (count - 2))
-    total = np.trace(k @ m) + means - 2 / (count - 2) * (ones @ k @ m @ ones)
-    return float(total / (count * (count - 3)))
 
 
 def measure_cka(layers: Sequence[Array], blocks: Sequence[range]) -> tuple[Array, Array]:
@@ -146,25 +132,7 @@ def test_killed_at_each_write(command: Command, config: Any, tmp_path: Path, mon
     assert command(*words, tmp_path / "whole").status == 0
     layers = [*take_by_hooks(spec(), LAYERS, pixels), *take_by_hooks(UNTRAINED, OTHERS, pixels)]
     check(tmp_path / "whole", layers, [range(7), range(7, 15), range(15, 23)])  # without the broken one and the last
-    deaths = 0
-    while True:
-        writes = iter(range(3))
-
-        def replace_or_die(path: Path, writes: Iterator[int] = writes) -> AbstractContextManager[Path]:
-            if next(writes, None) is None:
-                raise KilledError
-            return replace_file(path)
-
-        with monkeypatch.context() as patch:
-            for module in (bulk, parts):
-                patch.setattr(module, "replace_file", replace_or_die)
-            try:
-                done = command(*words, tmp_path / "killed")
-            except KilledError:
-                deaths += 1
-                continue
-        assert done.status == 0, done.notes
-        break
+    deaths = die_at_each_write(command, (*words, tmp_path / "killed"), monkeypatch)
     assert deaths >= 2
     assert (tmp_path / "killed" / RESULTS).read_bytes() == (tmp_path / "whole" / RESULTS).read_bytes()
     other = ("--compare-layers", "block1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -114,14 +114,8 @@ def test_numbers(command: Command, live: Live, tmp_path: Path, remote: bool) -> 
     ]
 
 
-@pytest.mark.slow
-def test_killed_at_each_write(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever a job dies, between a state and the table of its inputs too, the next one goes on to the same bits."""
-    monkeypatch.setattr(pipeline, "PART_S", 0.0)
-    monkeypatch.setattr("layertap.service.bulk.local.MAX_ROWS", 8)
-    write_source(tmp_path / "source", 24, broken=True)
-    words = ("bulk", tmp_path / "source", *WORDS, "--out")
-    assert command(*words, tmp_path / "whole").status == 0
+def die_at_each_write(command: Command, words: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Enter a command again until it ends well: it dies at the fourth write. Returns how often it died."""
     deaths = 0
     while True:
         writes = iter(range(3))
@@ -135,11 +129,22 @@ def test_killed_at_each_write(command: Command, tmp_path: Path, monkeypatch: pyt
             for module in (bulk, parts):
                 patch.setattr(module, "replace_file", replace_or_die)
             try:
-                done = command(*words, tmp_path / "killed")
+                done = command(*words)
             except KilledError:
                 deaths += 1
                 continue
         assert done.status == 0, done.notes
-        break
+        return deaths
+
+
+@pytest.mark.slow
+def test_killed_at_each_write(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a job dies, between a state and the table of its inputs too, the next one goes on to the same bits."""
+    monkeypatch.setattr(pipeline, "PART_S", 0.0)
+    monkeypatch.setattr("layertap.service.bulk.local.MAX_ROWS", 8)
+    write_source(tmp_path / "source", 24, broken=True)
+    words = ("bulk", tmp_path / "source", *WORDS, "--out")
+    assert command(*words, tmp_path / "whole").status == 0
+    deaths = die_at_each_write(command, (*words, tmp_path / "killed"), monkeypatch)
     assert deaths >= 3
     assert (tmp_path / "killed" / RESULTS).read_bytes() == (tmp_path / "whole" / RESULTS).read_bytes()
